@@ -1,0 +1,1 @@
+"""Database: engine, session scope, tables, migrations, embedded PostgreSQL. Knows nothing of the other rooms."""
