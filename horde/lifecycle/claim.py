@@ -1,0 +1,143 @@
+"""Claim: a worker takes waiting slots of one request; a job in state `processing` comes into being for each."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horde.db.database import Prepared, Transaction
+from horde.lifecycle.terms import EXPIRY_AFTER_LEASE
+
+# The compare-and-set of a claim. The caller chose the request by a read that may be old by now: everything that
+# allows the claim is asked of the row again here, under its lock.
+TAKE_FROM_REQUEST = Prepared("""
+UPDATE requests
+SET waiting = waiting - least(waiting, %(count)s::int)::smallint, processing = processing + least(waiting, %(count)s::int)::smallint,
+    expires_at = least(greatest(expires_at, horde_now() + make_interval(secs => %(lease)s::float + %(after_lease)s::float)), deadline)
+WHERE id = %(request)s AND waiting > 0 AND outcome IS NULL AND expires_at > horde_now()
+  AND (attached_until IS NULL OR attached_until > horde_now())
+RETURNING waiting, user_id, kind, extract(epoch FROM horde_now() - created_at) * 1000 AS queue_ms
+""")
+
+# The rest in one round trip: the statement above took the lock, so nothing here waits and one snapshot serves all parts.
+BEGIN_JOBS = Prepared("""
+WITH chosen AS (
+    SELECT idx, row_number() OVER (ORDER BY idx) AS place FROM slots
+    WHERE request_id = %(request)s AND state = 'waiting' ORDER BY idx LIMIT %(count)s),
+slot AS (
+    UPDATE slots SET state = 'processing' FROM chosen WHERE request_id = %(request)s AND slots.idx = chosen.idx
+    RETURNING slots.idx, seed, prefix_token_ids, prefix_text, chosen.place),
+job AS (
+    INSERT INTO jobs (id, request_id, slot_idx, state, worker_id, worker_name, owner_id, model, model_revision, bridge_agent,
+                      posts_progress, claim_key, claimed_at, lease_begun, lease_end, ttl)
+    SELECT (%(jobs)s::uuid[])[place], %(request)s, idx, 'processing', %(worker)s, %(worker_name)s, %(owner)s, %(model)s,
+           %(revision)s, %(bridge_agent)s, %(posts_progress)s, %(claim_key)s, horde_now(), horde_now(),
+           horde_now() + make_interval(secs => %(lease)s), %(lease)s
+    FROM slot RETURNING id, slot_idx),
+left_queue AS (DELETE FROM queue WHERE %(none_left)s AND request_id = %(request)s),
+event AS (
+    INSERT INTO events (at, kind, request_kind, request_id, slot_idx, job_id, user_id, worker_id, worker_name, owner_id, model, timings)
+    SELECT horde_now(), 'claimed', %(kind)s, %(request)s, slot_idx, id, %(user)s, %(worker)s, %(worker_name)s, %(owner)s, %(model)s,
+           %(timings)s
+    FROM job RETURNING id),
+unfolded AS (INSERT INTO events_unfolded (event_id) SELECT id FROM event)
+SELECT job.id, slot.idx, slot.seed, slot.prefix_token_ids, slot.prefix_text FROM job JOIN slot ON slot.idx = job.slot_idx ORDER BY slot.idx
+""")
+
+CLAIMED_UNDER = """
+SELECT j.id, j.model, j.ttl, j.slot_idx, s.seed, r.payload
+FROM jobs j JOIN slots s ON s.request_id = j.request_id AND s.idx = j.slot_idx JOIN requests r ON r.id = j.request_id
+WHERE j.worker_id = %(worker)s AND j.claim_key = %(key)s AND j.state = 'processing'
+ORDER BY j.slot_idx
+"""
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """The worker as its jobs remember it.
+
+    Attributes:
+        model_revision: what it announced for the model it will run, if it did.
+        claim_key: the `Idempotency-Key` of its pop.
+    """
+
+    id: uuid.UUID
+    name: str
+    owner_id: int
+    posts_progress: bool = False
+    model_revision: str | None = None
+    claim_key: str | None = None
+    bridge_agent: str = "unknown:0:unknown"
+
+
+@dataclass(frozen=True)
+class ClaimedJob:
+    """A fresh attempt; `id` fences off every other one at the same slot."""
+
+    id: uuid.UUID
+    slot: int
+    seed: int
+    lease: int
+    prefix_token_ids: list[int] | None
+    prefix_text: str | None
+
+
+@dataclass(frozen=True)
+class HeldJob:
+    """A job that was claimed before and still runs."""
+
+    id: uuid.UUID
+    model: str
+    ttl: int
+    slot: int
+    seed: int
+    payload: dict[str, Any]
+
+
+def claimed_under(tx: Transaction, worker_id: uuid.UUID, key: str) -> list[HeldJob]:
+    """What this worker's pop with this `Idempotency-Key` claimed and still holds: its answer was lost on the way."""
+    rows = tx.execute(CLAIMED_UNDER, {"worker": worker_id, "key": key})
+    return [HeldJob(row.id, row.model, row.ttl, row.slot_idx, row.seed, row.payload) for row in rows]
+
+
+def claim(
+    tx: Transaction,
+    request_id: uuid.UUID,
+    worker: Claimant,
+    *,
+    model: str,
+    lease: int,
+    count: int = 1,
+    new_id: Callable[[], uuid.UUID] = uuid.uuid4,
+) -> Sequence[ClaimedJob]:
+    """Take up to `count` waiting slots, lowest index first, for `lease` seconds; empty when none may be taken any more."""
+    taken = tx.execute(
+        TAKE_FROM_REQUEST, {"request": request_id, "count": count, "lease": lease, "after_lease": EXPIRY_AFTER_LEASE}
+    ).one_or_none()
+    if taken is None:
+        return []
+    rows = tx.execute(
+        BEGIN_JOBS,
+        {
+            "request": request_id,
+            "kind": taken.kind,
+            "user": taken.user_id,
+            "worker": worker.id,
+            "worker_name": worker.name,
+            "owner": worker.owner_id,
+            "model": model,
+            "revision": worker.model_revision,
+            "bridge_agent": worker.bridge_agent,
+            "posts_progress": worker.posts_progress,
+            "claim_key": worker.claim_key,
+            "lease": lease,
+            "count": count,
+            "jobs": [new_id() for _ in range(count)],
+            "none_left": taken.waiting == 0,
+            "timings": json.dumps({"queue_ms": int(taken.queue_ms)}),
+        },
+    )
+    return [ClaimedJob(row.id, row.idx, row.seed, lease, row.prefix_token_ids, row.prefix_text) for row in rows]
