@@ -1,0 +1,72 @@
+"""What a text costs its client and earns its worker's owner.
+
+The formulas are AI Horde's (published in its API's behaviour): reward = tokens x size bonus x billions of parameters / 125 x
+context multiplier, and the client pays one kudos more than the worker earns.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+HUNDREDTHS = 100
+FEE = 1 * HUNDREDTHS  # per delivered result, kept by the horde
+TEXT_TAX = 1 * HUNDREDTHS  # per request
+LEAST_TOKENS = 20
+CHARACTERS_PER_TOKEN = 4
+
+VALIDATED_BRIDGES = ("AI Horde Worker", "KoboldCppEmbedWorker", "TabbyAPI", "Horde Worker")
+VALIDATED_BACKENDS = ("aphrodite~oai", "aphrodite~kai")
+UNVALIDATED_SHARE = 0.3
+UNKNOWN_MODEL_PER_TOKEN = 0.027
+
+_SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)\s?([bBmM])(?![A-Za-z0-9])")
+
+
+def billions_of_parameters(model: str) -> float | None:
+    """The size a model's name tells (`7b`, `8x7B` counts its last factor, `135M`); None when it tells none."""
+    found = _SIZE.findall(model.replace("x", " "))
+    if not found:
+        return None
+    number, unit = found[-1]
+    size = float(number) / (1000 if unit in "mM" else 1)
+    return size or None
+
+
+def estimate_tokens(text: str) -> int:
+    """Tokens of a text where no tokenizer is known: characters / 4, rounded up."""
+    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+
+
+def context_multiplier(prompt_tokens: int) -> float:
+    """1.2 + 2.2 ^ log2(prompt tokens / 1024), within 0.1 and 30."""
+    return min(30.0, max(0.1, 1.2 + math.pow(2.2, math.log2(max(1, prompt_tokens) / 1024))))
+
+
+def text_reward(*, tokens: int, prompt_tokens: int, model: str, trusted: bool, validated: bool) -> int:
+    """Hundredths of a kudos that a worker's owner earns for one text of `tokens` tokens."""
+    billions = billions_of_parameters(model)
+    context = context_multiplier(prompt_tokens)
+    if billions is None:
+        kudos = tokens * context * UNKNOWN_MODEL_PER_TOKEN if trusted else context
+    else:
+        kudos = tokens * math.pow(max(billions, 13) / 13, 0.2) * billions / 125 * context
+    if not validated:
+        kudos *= UNVALIDATED_SHARE
+    return round(kudos * HUNDREDTHS)
+
+
+def is_validated(bridge_agent: str) -> bool:
+    """Whether a bridge agent (`name:version:url`) names a backend whose sampling is known to be faithful."""
+    name = bridge_agent.split(":", 1)[0]
+    return name in VALIDATED_BRIDGES or name.endswith(VALIDATED_BACKENDS)
+
+
+def estimate_text_price(*, n: int, max_length: int, prompt: str, models: list[str]) -> int:
+    """Hundredths that n full-length texts would cost on the largest model named; for dry runs and the 202."""
+    sizes = {model: billions_of_parameters(model) or 0 for model in models} or {"": 0.0}
+    largest = max(sizes, key=lambda model: sizes[model])
+    reward = text_reward(
+        tokens=max_length, prompt_tokens=estimate_tokens(prompt), model=largest, trusted=True, validated=True
+    )
+    return TEXT_TAX + n * (reward + FEE)

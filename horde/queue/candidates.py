@@ -1,0 +1,164 @@
+"""Which request a worker's pop gets: the first by rank that it may take, its owner's and friends' first."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from horde.db.database import Database, Prepared, Transaction
+from horde.errors import unavailable
+from horde.lifecycle.enqueue import ANY_MODEL
+from horde.queue.filter import CAN_SERVE, CONDITIONS, IS_OPEN, IS_WANTED, MAY_RETRY, OFFER
+
+T = TypeVar("T")
+
+# How many rows per model are looked at: more than one, since others may hold locks on the first.
+DEPTH = 10
+SKIPPED_DEPTH = 200
+LOCK_WAIT = "2s"
+TRIES_WITHOUT_WAITING = 2
+CONTENTION_SECONDS = 5.0
+
+_PER_MODEL = f"""
+    SELECT q.model, q.rank, q.request_id
+    FROM queue q JOIN requests r ON r.id = q.request_id
+    WHERE <whose> AND q.kind = %(kind)s AND q.model = offered.model AND {IS_WANTED} AND {CAN_SERVE} AND {MAY_RETRY}
+    ORDER BY q.rank, q.request_id LIMIT %(depth)s"""
+
+# One index scan per model (and friend), each stopping after `depth` rows: the cost does not grow with the queue.
+_CANDIDATES = f"""
+WITH w AS ({OFFER}),
+candidates AS (
+    SELECT 0 AS turn, found.* FROM w, unnest(%(friends)s::bigint[]) AS friend (id), unnest(%(queue_models)s::text[]) AS offered (model),
+        LATERAL ({_PER_MODEL.replace("<whose>", "q.user_id = friend.id")}) found
+    UNION ALL
+    SELECT 1, found.* FROM w, unnest(%(queue_models)s::text[]) AS offered (model), LATERAL ({_PER_MODEL.replace("<whose>", "true")}) found)
+"""
+
+# `r` is asked again after the lock (its row may have changed since), so IS_OPEN stands here a second time.
+CHOOSE = Prepared(f"""{_CANDIDATES}
+SELECT r.id, r.models, r.max_length, r.max_context_length, r.payload, r.kind
+FROM candidates JOIN requests r ON r.id = candidates.request_id WHERE {IS_OPEN}
+ORDER BY candidates.turn, candidates.rank, candidates.request_id LIMIT 1 FOR UPDATE OF r
+""")
+CHOOSE_UNLOCKED = Prepared(f"{CHOOSE} SKIP LOCKED")
+
+LOOK = Prepared(f"{_CANDIDATES} SELECT EXISTS (SELECT FROM candidates)")
+
+SKIPPED = Prepared(f"""
+WITH w AS ({OFFER})
+SELECT CASE {" ".join(f"WHEN NOT {condition} THEN '{reason}'" for reason, condition in CONDITIONS.items())} END AS reason,
+       count(*) AS skipped
+FROM w, LATERAL (
+    SELECT first.request_id FROM unnest(%(queue_models)s::text[]) AS offered (model), LATERAL (
+        SELECT q.rank, q.request_id FROM queue q WHERE q.kind = %(kind)s AND q.model = offered.model
+        ORDER BY q.rank, q.request_id LIMIT %(depth)s) first
+    ORDER BY first.rank LIMIT %(depth)s) ahead
+JOIN requests r ON r.id = ahead.request_id
+GROUP BY 1
+""")
+
+
+@dataclass(frozen=True)
+class Popper:
+    """Who asks for work, as this pop says and as the registry knows.
+
+    Attributes:
+        friends: users whose requests come first: the owner and `priority_usernames`.
+        speed: tokens per second, None until measured.
+    """
+
+    worker_id: uuid.UUID
+    owner_id: int
+    kind: str
+    models: Sequence[str]
+    max_length: int
+    max_context_length: int
+    maintenance: bool
+    trusted: bool
+    speed: float | None
+    friends: Sequence[int] = field(default_factory=list)
+
+    def parameters(self, depth: int) -> dict[str, Any]:
+        """By the names of the statements above."""
+        return {
+            "worker": self.worker_id,
+            "owner": self.owner_id,
+            "kind": self.kind,
+            "models": list(self.models),
+            "queue_models": [*dict.fromkeys(self.models), ANY_MODEL],
+            "max_length": self.max_length,
+            "max_context_length": self.max_context_length,
+            "maintenance": self.maintenance,
+            "trusted": self.trusted,
+            "speed": self.speed,
+            "friends": list(self.friends),
+            "depth": depth,
+        }
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A request locked for this transaction, and what of it the claim and the payload need."""
+
+    request_id: uuid.UUID
+    models: list[str]
+    max_length: int
+    max_context_length: int
+    payload: dict[str, Any]
+
+
+def choose(tx: Transaction, popper: Popper, *, wait_for_locks: bool = False) -> Candidate | None:
+    """Lock the first request that the popper may take; rows that others hold are passed over, unless told to wait for them."""
+    statement = CHOOSE if wait_for_locks else CHOOSE_UNLOCKED
+    if wait_for_locks:
+        tx.execute(f"SET LOCAL lock_timeout = '{LOCK_WAIT}'")
+    row = tx.execute(statement, popper.parameters(DEPTH)).one_or_none()
+    if row is None:
+        return None
+    return Candidate(row.id, row.models, row.max_length, row.max_context_length, row.payload)
+
+
+def claim_first(
+    database: Database, popper: Popper, take: Callable[[Transaction, Candidate], Sequence[T]]
+) -> Sequence[T]:
+    """Choose and take; nothing is answered only when a look without locks finds nothing that the popper may take.
+
+    Several workers may want one request at once: who finds it locked tries again, from the third time on by waiting for it.
+
+    Raises:
+        HordeError: 503, when even that took too long.
+    """
+    give_up = time.monotonic() + CONTENTION_SECONDS
+    for attempt in itertools.count():
+        taken = database.run(functools.partial(_choose_and_take, popper, take, attempt >= TRIES_WITHOUT_WAITING))
+        if taken or not look(database, popper):
+            return taken
+        if time.monotonic() > give_up:
+            break
+        time.sleep(random.uniform(0.001, 0.01))  # noqa: S311 jitter, so that poppers do not collide again
+    raise unavailable("Too many workers want the same jobs at this moment; try again shortly.")
+
+
+def _choose_and_take(
+    popper: Popper, take: Callable[[Transaction, Candidate], Sequence[T]], wait_for_locks: bool, tx: Transaction
+) -> Sequence[T]:
+    candidate = choose(tx, popper, wait_for_locks=wait_for_locks)
+    return take(tx, candidate) if candidate is not None else []
+
+
+def look(database: Database, popper: Popper) -> bool:
+    """Whether something waits that the popper may take, seen without locks."""
+    return bool(database.read(lambda tx: tx.execute(LOOK, popper.parameters(1)).scalar_one()))
+
+
+def count_skipped(tx: Transaction, popper: Popper) -> dict[str, int]:
+    """Why the first rows of its models are not for this popper: reason -> how many."""
+    rows = tx.execute(SKIPPED, popper.parameters(SKIPPED_DEPTH))
+    return {row.reason: row.skipped for row in rows if row.reason is not None}

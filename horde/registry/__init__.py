@@ -1,0 +1,1 @@
+"""Who serves what: workers and their check-ins, models as the workers announce them."""

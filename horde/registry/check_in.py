@@ -1,0 +1,126 @@
+"""A worker's check-in: its own committed statement before the claim, so that no transition takes a worker's row."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horde.db.database import Prepared, Transaction
+from horde.db.tables.workers import ONLINE_SECONDS
+from horde.errors import HordeError, bad_request, forbidden
+
+# An unchanged worker is written at most this often; a changed one at once.
+WRITE_EVERY = 5
+WORKERS_PER_USER, WORKERS_PER_TRUSTED_USER = 3, 20
+
+READ_WORKER = Prepared("""
+SELECT w.id, w.owner_id, w.kind, w.models, w.max_length, w.max_context_length, w.threads, w.nsfw, w.posts_progress, w.bridge_agent,
+       w.maintenance, w.maintenance_message, w.last_check_in <= horde_now() - make_interval(secs => %(write_every)s) AS due,
+       t.recent_tokens / nullif(t.recent_seconds, 0) AS speed
+FROM workers w LEFT JOIN worker_totals t ON t.worker_id = w.id
+WHERE w.name = %(name)s AND w.deleted_at IS NULL
+""")
+
+# Presence counts as uptime while the gaps between check-ins are short.
+CHECK_IN = """
+UPDATE workers SET uptime = uptime + CASE WHEN horde_now() - last_check_in < make_interval(secs => %(online)s)
+                                          THEN extract(epoch FROM horde_now() - last_check_in)::bigint ELSE 0 END,
+    last_check_in = horde_now(), models = %(models)s, max_length = %(max_length)s, max_context_length = %(max_context_length)s,
+    threads = %(threads)s, nsfw = %(nsfw)s, posts_progress = %(posts_progress)s, bridge_agent = %(bridge_agent)s
+WHERE id = %(id)s AND deleted_at IS NULL
+"""
+
+# The owner's row is the lock under which two first pops count the owner's workers one after the other.
+LOCK_OWNER = "SELECT id FROM users WHERE id = %(owner)s FOR NO KEY UPDATE"
+
+COUNT_LIVE = """
+SELECT count(*) FROM workers WHERE owner_id = %(owner)s AND deleted_at IS NULL
+  AND last_check_in > horde_now() - make_interval(secs => %(online)s)
+"""
+
+REGISTER = """
+INSERT INTO workers (id, name, kind, owner_id, created_at, last_check_in, models, max_length, max_context_length, threads, nsfw,
+                     posts_progress, bridge_agent)
+VALUES (%(id)s, %(name)s, %(kind)s, %(owner)s, horde_now(), horde_now(), %(models)s, %(max_length)s, %(max_context_length)s,
+        %(threads)s, %(nsfw)s, %(posts_progress)s, %(bridge_agent)s)
+ON CONFLICT (name) WHERE deleted_at IS NULL DO NOTHING
+"""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a worker says of itself with each pop."""
+
+    name: str
+    kind: str
+    models: Sequence[str]
+    max_length: int
+    max_context_length: int
+    threads: int = 1
+    nsfw: bool = True
+    posts_progress: bool = False
+    bridge_agent: str = "unknown:0:unknown"
+
+    def columns(self) -> dict[str, Any]:
+        """By the names of the table."""
+        return {**self.__dict__, "models": list(self.models)}
+
+
+@dataclass(frozen=True)
+class CheckedIn:
+    """The worker as the registry knows it after its check-in."""
+
+    id: uuid.UUID
+    maintenance: bool
+    maintenance_message: str | None
+    speed: float | None
+
+
+def read_worker(tx: Transaction, name: str) -> Any:
+    """The row of a worker by its name, or None."""
+    return tx.execute(READ_WORKER, {"name": name, "write_every": WRITE_EVERY}).one_or_none()
+
+
+def check_in(tx: Transaction, owner_id: int, announcement: Announcement) -> CheckedIn | None:
+    """Check in a worker that is registered; None when its name is not.
+
+    Raises:
+        HordeError: 403 `WrongCredentials` when the name is somebody else's, 400 `PolymorphicNameConflict` when it serves
+            another kind.
+    """
+    row = read_worker(tx, announcement.name)
+    if row is None:
+        return None
+    if row.owner_id != owner_id:
+        raise forbidden("wrong credentials: this worker's name belongs to another user.", rc="WrongCredentials")
+    if row.kind != announcement.kind:
+        raise bad_request(
+            f"This name is in use by a worker of kind {row.kind}.", rc="PolymorphicNameConflict", field="name"
+        )
+    columns = announcement.columns()
+    if row.due or any(getattr(row, name) != value for name, value in columns.items() if name != "name"):
+        tx.execute(CHECK_IN, {**columns, "id": row.id, "online": ONLINE_SECONDS})
+    return CheckedIn(row.id, row.maintenance, row.maintenance_message, row.speed)
+
+
+def register(tx: Transaction, owner_id: int, announcement: Announcement, *, trusted: bool, limited: bool) -> None:
+    """Register a worker at its first pop, in a transaction of its own; a name that somebody else took meanwhile stays theirs.
+
+    Raises:
+        HordeError: 403 `TooManyWorkers` or `TooManyWorkersTrusted` when the owner has as many online as allowed.
+    """
+    tx.execute(LOCK_OWNER, {"owner": owner_id})
+    if limited:
+        live = tx.execute(COUNT_LIVE, {"owner": owner_id, "online": ONLINE_SECONDS}).scalar_one()
+        most = WORKERS_PER_TRUSTED_USER if trusted else WORKERS_PER_USER
+        if live >= most:
+            raise too_many_workers(most, trusted=trusted)
+    tx.execute(REGISTER, {**announcement.columns(), "id": uuid.uuid4(), "owner": owner_id})
+
+
+def too_many_workers(most: int, *, trusted: bool) -> HordeError:
+    """The 403 for one worker more than allowed."""
+    rc = "TooManyWorkersTrusted" if trusted else "TooManyWorkers"
+    return forbidden(f"You have {most} workers online already, which is as many as you may have.", rc=rc)

@@ -1,0 +1,1 @@
+"""Statistics: totals, abort statistics and speeds, folded from events; reads add what is not folded yet."""

@@ -1,0 +1,221 @@
+"""What a client does with a text: order it, look at it, cancel it."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from horde.admission.idempotency import KeyTaken, check_key, find_answer, keep_answer
+from horde.admission.keys import User, authenticate
+from horde.admission.text import (
+    TextOrder,
+    check_concurrency,
+    check_order,
+    check_workers,
+    count_waiting,
+    new_seeds,
+)
+from horde.db.database import Transaction
+from horde.errors import not_found
+from horde.kudos.accounts import read_folded_balance
+from horde.kudos.prices import HUNDREDTHS, TEXT_TAX, estimate_text_price
+from horde.lifecycle.cancel import cancel
+from horde.lifecycle.enqueue import NewRequest, enqueue, queue_keys
+from horde.lifecycle.status import Status, read_status
+from horde.lifecycle.words import CancelReason, Kind
+from horde.queue.estimate import Estimate, estimate, is_possible
+from horde.queue.rank import rank_offset
+from horde.usecases.context import Context
+from horde.usecases.pricing import price_result
+
+ROUTE = "text/async"
+NOBODY = "No worker online can serve this request now. It waits until one comes or it expires."
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The answer to an order; `id` is None for a dry run."""
+
+    id: uuid.UUID | None
+    kudos: float
+    message: str | None = None
+    warnings: list[dict[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished text."""
+
+    worker_id: str
+    worker_name: str
+    model: str
+    state: str
+    text: str
+    seed: int
+    gen_metadata: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TextStatus:
+    """A request at one moment, in AI Horde's terms."""
+
+    finished: int
+    processing: int
+    restarted: int
+    waiting: int
+    done: bool
+    faulted: bool
+    is_possible: bool
+    wait_time: int
+    queue_position: int
+    kudos: float
+    cancelled: bool
+    error_code: str | None
+    generations: list[Generation]
+
+
+def request_text(context: Context, api_key: str, order: TextOrder) -> Accepted:
+    """Admit and enqueue an order; on disk when this returns.
+
+    Raises:
+        HordeError: 400, 401, 404, 422 or 429, with nothing enqueued.
+    """
+    key = check_key(order.idempotency_key) if order.idempotency_key is not None else None
+
+    def admit(tx: Transaction) -> tuple[User, Accepted | None, float]:
+        user = authenticate(tx, api_key)
+        if key is not None:
+            answer = find_answer(tx, user.id, _scope(user, order), ROUTE, key, order.body_hash)
+            if answer is not None:
+                return user, _replay(answer), 0.0
+        check_order(order, user)
+        check_workers(tx, order.worker_ids)
+        waiting = count_waiting(tx, user, order.models)
+        if not order.dry_run and context.settings.rate_limits == "on":
+            check_concurrency(user, waiting, order.n)
+        balance = 0 if user.anonymous else read_folded_balance(tx, user.id)
+        return user, None, rank_offset(balance / HUNDREDTHS, waiting)
+
+    user, answered, offset = context.database.read(admit)
+    if answered is not None:
+        return answered
+    if order.dry_run:
+        price = estimate_text_price(n=order.n, max_length=order.max_length, prompt=order.prompt, models=order.models)
+        return Accepted(None, price / HUNDREDTHS)
+    new = _new_request(order, user, offset)
+    if key is None:
+        context.database.write_one(lambda tx: enqueue(tx, new, context.terms))
+    else:
+        try:
+            context.database.run(lambda tx: _enqueue_once(tx, context, new, user, order, key))
+        except KeyTaken:
+            return request_text(context, api_key, order)
+    context.wakeups.announce(queue_keys(Kind.TEXT, order.models), order.n)
+    possible = context.database.read(lambda tx: is_possible(tx, new.id))
+    if possible:
+        return Accepted(new.id, 0.0)
+    return Accepted(new.id, 0.0, NOBODY, [{"code": "NoAvailableWorker", "message": NOBODY}])
+
+
+def read_text_status(context: Context, request_id: uuid.UUID) -> TextStatus:
+    """The status of a text request; raises HordeError 404 when there is none (any more)."""
+    return context.database.read(lambda tx: _read(tx, request_id))
+
+
+def cancel_text(context: Context, request_id: uuid.UUID) -> TextStatus:
+    """Cancel for the client, and the status as it is then; a second time changes nothing."""
+
+    def work(tx: Transaction) -> TextStatus:
+        _require_text(tx, request_id)
+        cancel(tx, request_id, CancelReason.CLIENT, pricing=price_result)
+        return _read(tx, request_id)
+
+    return context.database.run(work)
+
+
+def _scope(user: User, order: TextOrder) -> str:
+    return order.address if user.anonymous else ""
+
+
+def _replay(answer: dict[str, Any]) -> Accepted:
+    return Accepted(uuid.UUID(answer["id"]), answer["kudos"])
+
+
+def _new_request(order: TextOrder, user: User, offset: float) -> NewRequest:
+    return NewRequest(
+        id=uuid.uuid4(),
+        kind=Kind.TEXT,
+        user_id=user.id,
+        payload={**order.params, "prompt": order.prompt, "n": 1},
+        seeds=new_seeds(order.n),
+        max_length=order.max_length,
+        max_context_length=order.max_context_length,
+        rank_offset=offset,
+        models=list(dict.fromkeys(order.models)),
+        worker_ids=order.worker_ids,
+        worker_blacklist=order.worker_blacklist,
+        trusted_workers=order.trusted_workers,
+        slow_workers=order.slow_workers,
+        nsfw=order.nsfw,
+        deadline=order.deadline_seconds,
+        tax=TEXT_TAX,
+        client_agent=order.client_agent,
+    )
+
+
+def _enqueue_once(tx: Transaction, context: Context, new: NewRequest, user: User, order: TextOrder, key: str) -> None:
+    enqueue(tx, new, context.terms)
+    answer = {"id": str(new.id), "kudos": 0.0}
+    keep_answer(tx, user.id, _scope(user, order), ROUTE, key, order.body_hash, new.id, answer)
+
+
+def _require_text(tx: Transaction, request_id: uuid.UUID) -> Status:
+    status = read_status(tx, request_id)
+    if status is None or status.kind is not Kind.TEXT:
+        raise not_found(f"Request with ID {request_id} not found.", rc="RequestNotFound")
+    return status
+
+
+def _read(tx: Transaction, request_id: uuid.UUID) -> TextStatus:
+    status = _require_text(tx, request_id)
+    queue = Estimate(0, 0)
+    possible = True
+    if status.outcome is None:
+        queue = estimate(
+            tx,
+            kind=status.kind,
+            models=status.models,
+            rank=status.rank,
+            waiting=status.waiting,
+            processing=status.processing,
+            max_length=status.max_length,
+            oldest_running=status.oldest_running,
+        )
+        possible = status.processing > 0 or status.finished > 0 or is_possible(tx, request_id)
+    return TextStatus(
+        finished=status.finished,
+        processing=status.processing,
+        restarted=status.restarted,
+        waiting=status.waiting,
+        done=status.done,
+        faulted=status.faulted,
+        is_possible=possible,
+        wait_time=queue.wait_seconds,
+        queue_position=queue.position,
+        kudos=float(round(status.charged / HUNDREDTHS)),
+        cancelled=status.cancelled,
+        error_code=status.error_code,
+        generations=[
+            Generation(
+                worker_id=result["worker_id"],
+                worker_name=result["worker_name"],
+                model=result["model"],
+                state=result["state"],
+                text=result["text"],
+                seed=result["seed"],
+                gen_metadata=result["gen_metadata"] or [],
+            )
+            for result in status.results
+        ],
+    )
