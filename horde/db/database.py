@@ -12,11 +12,13 @@ import hashlib
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import psycopg2
 import sqlalchemy as sa
+from psycopg2.extras import NamedTupleCursor
 from sqlalchemy import exc
 
 from horde.errors import HordeError, unavailable
@@ -57,23 +59,94 @@ class Prepared(str):
 _PARAMETER = re.compile(r"%\((\w+)\)s")
 
 
+class Rows(Sequence[Any]):
+    """What a statement returned: rows whose columns are attributes, and how many rows it touched."""
+
+    def __init__(self, rows: list[Any], rowcount: int) -> None:
+        self._rows = rows
+        self.rowcount = rowcount
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._rows)
+
+    def all(self) -> list[Any]:
+        """Every row."""
+        return self._rows
+
+    def one(self) -> Any:
+        """The one row; raises LookupError when there is not exactly one."""
+        if len(self._rows) != 1:
+            raise LookupError(f"expected one row, got {len(self._rows)}")
+        return self._rows[0]
+
+    def one_or_none(self) -> Any:
+        """The one row, or None; raises LookupError when there are more."""
+        return self.one() if self._rows else None
+
+    def scalars(self) -> list[Any]:
+        """The first column."""
+        return [row[0] for row in self._rows]
+
+    def scalar_one(self) -> Any:
+        """The one value."""
+        return self.one()[0]
+
+    def scalar_one_or_none(self) -> Any:
+        """The one value, or None."""
+        return self.one()[0] if self._rows else None
+
+
 class Transaction:
     """A connection in a transaction (or in autocommit); statements are SQL strings with `%(name)s` parameters."""
 
     def __init__(self, connection: sa.Connection, *, autocommit: bool = False) -> None:
         self.connection = connection
+        self._driver: Any = connection.connection.dbapi_connection
         self._begun = autocommit
         self._autocommit = autocommit
 
-    def execute(self, statement: str, parameters: Mapping[str, Any] | None = None) -> sa.CursorResult[Any]:
-        """Run one statement; rows come back as SQLAlchemy rows."""
+    def execute(self, statement: str, parameters: Mapping[str, Any] | None = None) -> Rows:
+        """Run one statement; raises what SQLAlchemy raises, without the parameters, which may be somebody's prompt."""
         if isinstance(statement, Prepared):
             statement = self._prepare(statement)
         if not self._begun:
             # Sent with the first statement: a transaction costs one round trip less.
             self._begun = True
             statement = f"BEGIN; {statement}"
-        return self.connection.exec_driver_sql(statement, dict(parameters or {}))
+        return self._run(statement, parameters)
+
+    def _run(self, statement: str, parameters: Mapping[str, Any] | None = None) -> Rows:
+        # The driver's own cursor: SQLAlchemy's result machinery costs as much again as a short statement.
+        cursor = self._driver.cursor(cursor_factory=NamedTupleCursor)
+        try:
+            cursor.execute(statement, parameters or {})
+            return Rows(list(cursor.fetchall()) if cursor.description else [], cursor.rowcount)
+        except psycopg2.Error as error:
+            raise self._wrapped(error, statement) from error
+        finally:
+            cursor.close()
+
+    def _wrapped(self, error: psycopg2.Error, statement: str) -> BaseException:
+        lost = bool(self._driver.closed)
+        if lost:
+            # The server went away: what lies in the pool is dead as well.
+            self.connection.invalidate(error)
+            self.connection.engine.dispose()
+        return exc.DBAPIError.instance(
+            statement,
+            None,
+            error,
+            psycopg2.Error,
+            hide_parameters=True,
+            connection_invalidated=lost,
+            dialect=self.connection.dialect,
+        )
 
     def _prepare(self, statement: Prepared) -> str:
         planned: dict[str, float] = self.connection.connection.info.setdefault("planned", {})
@@ -82,21 +155,21 @@ class Transaction:
         if last is None or now - last > PLAN_AGE:
             # A cached plan does not see its tables grow; a fresh one looks at their size.
             forget = "" if last is None else f"DEALLOCATE {statement.name}; "
-            self.connection.exec_driver_sql(forget + prepare)
+            self._run(forget + prepare)
             planned[statement.name] = now
         return execute
 
     def commit(self) -> None:
         """Commit what was begun."""
         if self._begun and not self._autocommit:
-            self.connection.exec_driver_sql("COMMIT")
+            self._run("COMMIT")
 
     def roll_back(self) -> None:
         """Undo what was begun; a connection that cannot is closed."""
         if self._autocommit or not self._begun or self.connection.invalidated:
             return
         try:
-            self.connection.exec_driver_sql("ROLLBACK")
+            self._run("ROLLBACK")
         except exc.DBAPIError:
             self.connection.invalidate()
 
@@ -133,7 +206,10 @@ class Database:
             pool_size=pool,
             max_overflow=0,
             pool_timeout=pool_wait,
+            # `Transaction` leaves nothing to undo.
+            pool_reset_on_return=None,
             pool_use_lifo=True,
+            hide_parameters=True,
             # Transactions are begun and ended by `Transaction`: the driver's own BEGIN is a round trip of its own.
             isolation_level="AUTOCOMMIT",
             connect_args={

@@ -19,18 +19,20 @@ VALIDATED_BRIDGES = ("AI Horde Worker", "KoboldCppEmbedWorker", "TabbyAPI", "Hor
 VALIDATED_BACKENDS = ("aphrodite~oai", "aphrodite~kai")
 UNVALIDATED_SHARE = 0.3
 UNKNOWN_MODEL_PER_TOKEN = 0.027
+# A name that tells of more is not believed: anybody can name a model, and a reward must fit its column.
+MOST_BILLIONS = 2000
 
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)\s?([bBmM])(?![A-Za-z0-9])")
 
 
 def billions_of_parameters(model: str) -> float | None:
-    """The size a model's name tells (`7b`, `8x7B` counts its last factor, `135M`); None when it tells none."""
+    """The size a model's name tells (`7b`, `8x7B` counts its last factor, `135M`); None when it tells none or more than 2,000."""
     found = _SIZE.findall(model.replace("x", " "))
     if not found:
         return None
     number, unit = found[-1]
     size = float(number) / (1000 if unit in "mM" else 1)
-    return size or None
+    return size if 0 < size <= MOST_BILLIONS else None
 
 
 def estimate_tokens(text: str) -> int:

@@ -89,13 +89,15 @@ def cancel_locked(
     its client has gone, and what was delivered is paid.
     """
     drop_waiting(tx, request.id)
+    change = dataclasses.replace(
+        besides or Change(), waiting=-request.waiting, outcome=Outcome.CANCELLED, outcome_reason=reason
+    )
     if request.attached and reason is not CancelReason.EXPIRED:
         for job in jobs:
             if job.posts_progress:
                 _store_posted(tx, job, pricing)
-    change = dataclasses.replace(
-        besides or Change(), waiting=-request.waiting, outcome=Outcome.CANCELLED, outcome_reason=reason
-    )
+                # The latest to settle is this one, not the one that brought the cancel about.
+                change = dataclasses.replace(change, last_faulted=None)
     update_request(tx, request.id, change)
     event = Event(
         "cancelled",

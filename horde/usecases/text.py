@@ -104,15 +104,11 @@ def request_text(context: Context, api_key: str, order: TextOrder) -> Accepted:
         price = estimate_text_price(n=order.n, max_length=order.max_length, prompt=order.prompt, models=order.models)
         return Accepted(None, price / HUNDREDTHS)
     new = _new_request(order, user, offset)
-    if key is None:
-        context.database.write_one(lambda tx: enqueue(tx, new, context.terms))
-    else:
-        try:
-            context.database.run(lambda tx: _enqueue_once(tx, context, new, user, order, key))
-        except KeyTaken:
-            return request_text(context, api_key, order)
+    try:
+        possible = _enqueue(context, new, user, order, key)
+    except KeyTaken:
+        return request_text(context, api_key, order)
     context.wakeups.announce(queue_keys(Kind.TEXT, order.models), order.n)
-    possible = context.database.read(lambda tx: is_possible(tx, new.id))
     if possible:
         return Accepted(new.id, 0.0)
     return Accepted(new.id, 0.0, NOBODY, [{"code": "NoAvailableWorker", "message": NOBODY}])
@@ -164,10 +160,20 @@ def _new_request(order: TextOrder, user: User, offset: float) -> NewRequest:
     )
 
 
-def _enqueue_once(tx: Transaction, context: Context, new: NewRequest, user: User, order: TextOrder, key: str) -> None:
-    enqueue(tx, new, context.terms)
-    answer = {"id": str(new.id), "kudos": 0.0}
-    keep_answer(tx, user.id, _scope(user, order), ROUTE, key, order.body_hash, new.id, answer)
+def _enqueue(context: Context, new: NewRequest, user: User, order: TextOrder, key: str | None) -> bool:
+    """Enqueue, and whether anybody could serve it."""
+
+    def alone(tx: Transaction) -> bool:
+        enqueue(tx, new, context.terms)
+        return is_possible(tx, new.id)
+
+    def with_key(tx: Transaction) -> bool:
+        enqueue(tx, new, context.terms)
+        answer = {"id": str(new.id), "kudos": 0.0}
+        keep_answer(tx, user.id, _scope(user, order), ROUTE, str(key), order.body_hash, new.id, answer)
+        return is_possible(tx, new.id)
+
+    return context.database.write_one(alone) if key is None else context.database.run(with_key)
 
 
 def _require_text(tx: Transaction, request_id: uuid.UUID) -> Status:

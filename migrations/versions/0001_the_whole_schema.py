@@ -106,51 +106,6 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_outages_begun"), "outages", ["begun"], unique=False)
     op.create_table(
-        "totals_minute",
-        sa.Column("minute", postgresql.TIMESTAMP(timezone=True), nullable=False),
-        sa.Column("request_kind", sa.Text(), nullable=False),
-        sa.Column("model", sa.Text(), nullable=False),
-        sa.Column("results", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("tokens", sa.BigInteger(), server_default="0", nullable=False),
-        sa.PrimaryKeyConstraint("minute", "request_kind", "model", name=op.f("pk_totals_minute")),
-    )
-    op.create_table(
-        "users",
-        sa.Column("id", sa.BigInteger(), sa.Identity(always=False), nullable=False),
-        sa.Column("name", sa.Text(), nullable=False),
-        sa.Column("key_hash", sa.Text(), nullable=False),
-        sa.Column("created_at", postgresql.TIMESTAMP(timezone=True), nullable=False),
-        sa.Column("trusted", sa.Boolean(), server_default=sa.text("false"), nullable=False),
-        sa.Column("moderator", sa.Boolean(), server_default=sa.text("false"), nullable=False),
-        sa.Column("admin", sa.Boolean(), server_default=sa.text("false"), nullable=False),
-        sa.Column("flagged", sa.Boolean(), server_default=sa.text("false"), nullable=False),
-        sa.Column("public_workers", sa.Boolean(), server_default=sa.text("false"), nullable=False),
-        sa.Column("concurrency", sa.Integer(), server_default="30", nullable=False),
-        sa.Column("contact", sa.Text(), nullable=True),
-        sa.Column("deleted_at", postgresql.TIMESTAMP(timezone=True), nullable=True),
-        sa.CheckConstraint("char_length(name) BETWEEN 1 AND 100", name=op.f("ck_users_name")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_users")),
-        sa.UniqueConstraint("key_hash", name=op.f("uq_users_key_hash")),
-    )
-    op.create_table(
-        "accounts",
-        sa.Column("id", sa.BigInteger(), sa.Identity(always=False), nullable=False),
-        sa.Column("kind", sa.Text(), nullable=False),
-        sa.Column("user_id", sa.BigInteger(), nullable=True),
-        sa.Column("balance", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("reserved", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("floor", sa.BigInteger(), nullable=True),
-        sa.CheckConstraint("(kind = 'user') = (user_id IS NOT NULL)", name=op.f("ck_accounts_owner")),
-        sa.CheckConstraint("kind IN ('user', 'mint', 'horde', 'write_off')", name=op.f("ck_accounts_kind")),
-        sa.CheckConstraint("reserved >= 0", name=op.f("ck_accounts_reserved")),
-        sa.ForeignKeyConstraint(["user_id"], ["users.id"], name=op.f("fk_accounts_user_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_accounts")),
-        sa.UniqueConstraint("user_id", name=op.f("uq_accounts_user_id")),
-    )
-    op.create_index(
-        "uq_accounts_system", "accounts", ["kind"], unique=True, postgresql_where=sa.text("user_id IS NULL")
-    )
-    op.create_table(
         "requests",
         sa.Column("id", sa.Uuid(), nullable=False),
         sa.Column("kind", sa.Text(), nullable=False),
@@ -210,7 +165,6 @@ def upgrade() -> None:
             name=op.f("ck_requests_counts"),
         ),
         sa.CheckConstraint("outcome IS NULL OR waiting = 0", name=op.f("ck_requests_nothing_waits_after_an_outcome")),
-        sa.ForeignKeyConstraint(["user_id"], ["users.id"], name=op.f("fk_requests_user_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_requests")),
     )
     op.create_index(
@@ -244,6 +198,91 @@ def upgrade() -> None:
         unique=False,
         postgresql_where=sa.text("waiting > 0"),
         postgresql_include=["waiting"],
+    )
+    op.create_table(
+        "totals_minute",
+        sa.Column("minute", postgresql.TIMESTAMP(timezone=True), nullable=False),
+        sa.Column("request_kind", sa.Text(), nullable=False),
+        sa.Column("model", sa.Text(), nullable=False),
+        sa.Column("results", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("tokens", sa.BigInteger(), server_default="0", nullable=False),
+        sa.PrimaryKeyConstraint("minute", "request_kind", "model", name=op.f("pk_totals_minute")),
+    )
+    op.create_table(
+        "users",
+        sa.Column("id", sa.BigInteger(), sa.Identity(always=False), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("key_hash", sa.Text(), nullable=False),
+        sa.Column("created_at", postgresql.TIMESTAMP(timezone=True), nullable=False),
+        sa.Column("trusted", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("moderator", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("admin", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("flagged", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("public_workers", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+        sa.Column("concurrency", sa.Integer(), server_default="30", nullable=False),
+        sa.Column("contact", sa.Text(), nullable=True),
+        sa.Column("deleted_at", postgresql.TIMESTAMP(timezone=True), nullable=True),
+        sa.CheckConstraint("char_length(name) BETWEEN 1 AND 100", name=op.f("ck_users_name")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_users")),
+        sa.UniqueConstraint("key_hash", name=op.f("uq_users_key_hash")),
+    )
+    op.create_table(
+        "accounts",
+        sa.Column("id", sa.BigInteger(), sa.Identity(always=False), nullable=False),
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("user_id", sa.BigInteger(), nullable=True),
+        sa.Column("balance", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("reserved", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("floor", sa.BigInteger(), nullable=True),
+        sa.CheckConstraint("(kind = 'user') = (user_id IS NOT NULL)", name=op.f("ck_accounts_owner")),
+        sa.CheckConstraint("kind IN ('user', 'mint', 'horde', 'write_off')", name=op.f("ck_accounts_kind")),
+        sa.CheckConstraint("reserved >= 0", name=op.f("ck_accounts_reserved")),
+        sa.ForeignKeyConstraint(["user_id"], ["users.id"], name=op.f("fk_accounts_user_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_accounts")),
+        sa.UniqueConstraint("user_id", name=op.f("uq_accounts_user_id")),
+    )
+    op.create_index(
+        "uq_accounts_system", "accounts", ["kind"], unique=True, postgresql_where=sa.text("user_id IS NULL")
+    )
+    op.create_table(
+        "idempotency_keys",
+        sa.Column("user_id", sa.BigInteger(), nullable=False),
+        sa.Column("scope", sa.Text(), nullable=False),
+        sa.Column("route", sa.Text(), nullable=False),
+        sa.Column("key", sa.Text(), nullable=False),
+        sa.Column("body_hash", sa.Text(), nullable=False),
+        sa.Column("request_id", sa.Uuid(), nullable=False),
+        sa.Column("answer", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["request_id"], ["requests.id"], name=op.f("fk_idempotency_keys_request_id"), ondelete="CASCADE"
+        ),
+        sa.PrimaryKeyConstraint("user_id", "scope", "route", "key", name=op.f("pk_idempotency_keys")),
+    )
+    op.create_index(op.f("ix_idempotency_keys_request_id"), "idempotency_keys", ["request_id"], unique=False)
+    op.create_table(
+        "queue",
+        sa.Column("kind", sa.Text(), nullable=False),
+        sa.Column("model", sa.Text(), nullable=False),
+        sa.Column("rank", postgresql.TIMESTAMP(timezone=True), nullable=False),
+        sa.Column("request_id", sa.Uuid(), nullable=False),
+        sa.Column("user_id", sa.BigInteger(), nullable=False),
+        sa.ForeignKeyConstraint(["request_id"], ["requests.id"], name=op.f("fk_queue_request_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("kind", "model", "rank", "request_id", name=op.f("pk_queue")),
+    )
+    op.create_index("ix_queue_request", "queue", ["request_id"], unique=False)
+    op.create_index("ix_queue_user", "queue", ["user_id", "kind", "model", "rank", "request_id"], unique=False)
+    op.create_table(
+        "slots",
+        sa.Column("request_id", sa.Uuid(), nullable=False),
+        sa.Column("idx", sa.SmallInteger(), nullable=False),
+        sa.Column("state", sa.Text(), nullable=False),
+        sa.Column("seed", sa.BigInteger(), nullable=False),
+        sa.Column("releases", sa.SmallInteger(), server_default="0", nullable=False),
+        sa.Column("prefix_token_ids", postgresql.ARRAY(sa.Integer()), nullable=True),
+        sa.Column("prefix_text", sa.Text(), nullable=True),
+        sa.CheckConstraint("state IN ('waiting', 'processing', 'stored', 'dropped')", name=op.f("ck_slots_state")),
+        sa.ForeignKeyConstraint(["request_id"], ["requests.id"], name=op.f("fk_slots_request_id"), ondelete="CASCADE"),
+        sa.PrimaryKeyConstraint("request_id", "idx", name=op.f("pk_slots")),
     )
     op.create_table(
         "user_totals",
@@ -288,74 +327,6 @@ def upgrade() -> None:
     )
     op.create_index(op.f("ix_workers_owner_id"), "workers", ["owner_id"], unique=False)
     op.create_index("uq_workers_name", "workers", ["name"], unique=True, postgresql_where=sa.text("deleted_at IS NULL"))
-    op.create_table(
-        "idempotency_keys",
-        sa.Column("user_id", sa.BigInteger(), nullable=False),
-        sa.Column("scope", sa.Text(), nullable=False),
-        sa.Column("route", sa.Text(), nullable=False),
-        sa.Column("key", sa.Text(), nullable=False),
-        sa.Column("body_hash", sa.Text(), nullable=False),
-        sa.Column("request_id", sa.Uuid(), nullable=False),
-        sa.Column("answer", postgresql.JSONB(astext_type=sa.Text()), nullable=False),
-        sa.ForeignKeyConstraint(
-            ["request_id"], ["requests.id"], name=op.f("fk_idempotency_keys_request_id"), ondelete="CASCADE"
-        ),
-        sa.PrimaryKeyConstraint("user_id", "scope", "route", "key", name=op.f("pk_idempotency_keys")),
-    )
-    op.create_index(op.f("ix_idempotency_keys_request_id"), "idempotency_keys", ["request_id"], unique=False)
-    op.create_table(
-        "ledger",
-        sa.Column("id", sa.BigInteger(), sa.Identity(always=False), nullable=False),
-        sa.Column("entry_id", sa.Uuid(), nullable=False),
-        sa.Column("event_id", sa.BigInteger(), nullable=True),
-        sa.Column("account_id", sa.BigInteger(), nullable=False),
-        sa.Column("amount", sa.BigInteger(), nullable=False),
-        sa.Column("reason", sa.Text(), nullable=False),
-        sa.Column("created_at", postgresql.TIMESTAMP(timezone=True), nullable=False),
-        sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_ledger_account_id")),
-        sa.PrimaryKeyConstraint("id", name=op.f("pk_ledger")),
-    )
-    op.create_index(op.f("ix_ledger_account_id"), "ledger", ["account_id"], unique=False)
-    op.create_index(op.f("ix_ledger_entry_id"), "ledger", ["entry_id"], unique=False)
-    op.create_index(op.f("ix_ledger_event_id"), "ledger", ["event_id"], unique=False)
-    op.create_table(
-        "queue",
-        sa.Column("kind", sa.Text(), nullable=False),
-        sa.Column("model", sa.Text(), nullable=False),
-        sa.Column("rank", postgresql.TIMESTAMP(timezone=True), nullable=False),
-        sa.Column("request_id", sa.Uuid(), nullable=False),
-        sa.Column("user_id", sa.BigInteger(), nullable=False),
-        sa.ForeignKeyConstraint(["request_id"], ["requests.id"], name=op.f("fk_queue_request_id"), ondelete="CASCADE"),
-        sa.PrimaryKeyConstraint("kind", "model", "rank", "request_id", name=op.f("pk_queue")),
-    )
-    op.create_index("ix_queue_request", "queue", ["request_id"], unique=False)
-    op.create_index("ix_queue_user", "queue", ["user_id", "kind", "model", "rank", "request_id"], unique=False)
-    op.create_table(
-        "slots",
-        sa.Column("request_id", sa.Uuid(), nullable=False),
-        sa.Column("idx", sa.SmallInteger(), nullable=False),
-        sa.Column("state", sa.Text(), nullable=False),
-        sa.Column("seed", sa.BigInteger(), nullable=False),
-        sa.Column("releases", sa.SmallInteger(), server_default="0", nullable=False),
-        sa.Column("prefix_token_ids", postgresql.ARRAY(sa.Integer()), nullable=True),
-        sa.Column("prefix_text", sa.Text(), nullable=True),
-        sa.CheckConstraint("state IN ('waiting', 'processing', 'stored', 'dropped')", name=op.f("ck_slots_state")),
-        sa.ForeignKeyConstraint(["request_id"], ["requests.id"], name=op.f("fk_slots_request_id"), ondelete="CASCADE"),
-        sa.PrimaryKeyConstraint("request_id", "idx", name=op.f("pk_slots")),
-    )
-    op.create_table(
-        "worker_totals",
-        sa.Column("worker_id", sa.Uuid(), nullable=False),
-        sa.Column("claimed", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("fulfilled", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("aborted", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("tokens", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("earned", sa.BigInteger(), server_default="0", nullable=False),
-        sa.Column("recent_tokens", sa.Float(), server_default="0", nullable=False),
-        sa.Column("recent_seconds", sa.Float(), server_default="0", nullable=False),
-        sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_worker_totals_worker_id")),
-        sa.PrimaryKeyConstraint("worker_id", name=op.f("pk_worker_totals")),
-    )
     op.create_table(
         "jobs",
         sa.Column("id", sa.Uuid(), nullable=False),
@@ -425,6 +396,34 @@ def upgrade() -> None:
         postgresql_where=sa.text("state = 'stored'"),
     )
     op.create_table(
+        "ledger",
+        sa.Column("id", sa.BigInteger(), sa.Identity(always=False), nullable=False),
+        sa.Column("entry_id", sa.Uuid(), nullable=False),
+        sa.Column("event_id", sa.BigInteger(), nullable=True),
+        sa.Column("account_id", sa.BigInteger(), nullable=False),
+        sa.Column("amount", sa.BigInteger(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("created_at", postgresql.TIMESTAMP(timezone=True), nullable=False),
+        sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_ledger_account_id")),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_ledger")),
+    )
+    op.create_index(op.f("ix_ledger_account_id"), "ledger", ["account_id"], unique=False)
+    op.create_index(op.f("ix_ledger_entry_id"), "ledger", ["entry_id"], unique=False)
+    op.create_index(op.f("ix_ledger_event_id"), "ledger", ["event_id"], unique=False)
+    op.create_table(
+        "worker_totals",
+        sa.Column("worker_id", sa.Uuid(), nullable=False),
+        sa.Column("claimed", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("fulfilled", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("aborted", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("tokens", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("earned", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("recent_tokens", sa.Float(), server_default="0", nullable=False),
+        sa.Column("recent_seconds", sa.Float(), server_default="0", nullable=False),
+        sa.ForeignKeyConstraint(["worker_id"], ["workers.id"], name=op.f("fk_worker_totals_worker_id")),
+        sa.PrimaryKeyConstraint("worker_id", name=op.f("pk_worker_totals")),
+    )
+    op.create_table(
         "progress",
         sa.Column("job_id", sa.Uuid(), nullable=False),
         sa.Column("token_ids", postgresql.ARRAY(sa.Integer()), server_default="{}", nullable=False),
@@ -439,18 +438,18 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.execute("DROP VIEW worker_offers")
     op.drop_table("progress")
-    op.drop_table("jobs")
     op.drop_table("worker_totals")
-    op.drop_table("slots")
-    op.drop_table("queue")
     op.drop_table("ledger")
-    op.drop_table("idempotency_keys")
+    op.drop_table("jobs")
     op.drop_table("workers")
     op.drop_table("user_totals")
-    op.drop_table("requests")
+    op.drop_table("slots")
+    op.drop_table("queue")
+    op.drop_table("idempotency_keys")
     op.drop_table("accounts")
     op.drop_table("users")
     op.drop_table("totals_minute")
+    op.drop_table("requests")
     op.drop_table("outages")
     op.drop_table("maintenance_runs")
     op.drop_table("leader")

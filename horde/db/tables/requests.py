@@ -28,7 +28,8 @@ class Request(Base):
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     kind: Mapped[str]
-    user_id: Mapped[BigInt] = mapped_column(ForeignKey("users.id"))
+    # No foreign key: its check would lock the row of a user with every request, the anonymous one above all.
+    user_id: Mapped[BigInt]
     client_agent: Mapped[str] = mapped_column(server_default="unknown:0:unknown")
     payload: Mapped[Json]
     created_at: Mapped[Timestamp]
