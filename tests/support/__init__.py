@@ -1,0 +1,1 @@
+"""What tests share: the database server and the conditions some of them need."""
