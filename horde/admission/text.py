@@ -13,6 +13,8 @@ from horde.db.database import Prepared, Transaction
 from horde.errors import ErrorCode, HordeError, bad_request, not_found
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 128, 2000
+# The queue's own word for "any model": as a model's name it would reach workers that do not serve it.
+RESERVED_MODEL = "*"
 FULL_SAMPLER_ORDER = 7
 SEED_BITS = 31
 
@@ -68,6 +70,8 @@ def check_order(order: TextOrder, user: User) -> None:
     """The checks across fields; raises HordeError 400 with AI Horde's `rc`."""
     if not order.prompt:
         raise bad_request("You cannot send an empty prompt.", rc="MissingPrompt", field="prompt")
+    if RESERVED_MODEL in order.models:
+        raise bad_request("`*` is no model's name. Name no model at all to accept any.", field="models")
     if order.max_context_length < order.max_length:
         raise bad_request(
             f"max_length ({order.max_length}) must not exceed max_context_length ({order.max_context_length}).",

@@ -153,9 +153,12 @@ class Transaction:
         prepare, execute = statement.parts
         last, now = planned.get(statement.name), time.monotonic()
         if last is None or now - last > PLAN_AGE:
-            # A cached plan does not see its tables grow; a fresh one looks at their size.
-            forget = "" if last is None else f"DEALLOCATE {statement.name}; "
-            self._run(forget + prepare)
+            if last is not None:
+                # A cached plan does not see its tables grow; a fresh one looks at their size.
+                self._run(f"DEALLOCATE {statement.name}")
+                # Gone for good, whether or not the next statement succeeds.
+                del planned[statement.name]
+            self._run(prepare)
             planned[statement.name] = now
         return execute
 
@@ -246,7 +249,7 @@ class Database:
         return self._retry(work, self.autocommit, reads_only=True)
 
     def write_one(self, work: Callable[[Transaction], T]) -> T:
-        """Run `work`, one statement that writes, in autocommit; never again, since a lost answer may hide a commit."""
+        """Run `work`, which writes with one statement, in autocommit; never again: a lost answer may hide a commit."""
         with self.autocommit() as transaction:
             return work(transaction)
 

@@ -26,7 +26,7 @@ TRIES_WITHOUT_WAITING = 2
 CONTENTION_SECONDS = 5.0
 
 _PER_MODEL = f"""
-    SELECT q.model, q.rank, q.request_id
+    SELECT q.request_id
     FROM queue q JOIN requests r ON r.id = q.request_id
     WHERE <whose> AND q.kind = %(kind)s AND q.model = offered.model AND {IS_WANTED} AND {CAN_SERVE} AND {MAY_RETRY}
     ORDER BY q.rank, q.request_id LIMIT %(depth)s"""
@@ -35,17 +35,18 @@ _PER_MODEL = f"""
 _CANDIDATES = f"""
 WITH w AS ({OFFER}),
 candidates AS (
-    SELECT 0 AS turn, found.* FROM w, unnest(%(friends)s::bigint[]) AS friend (id), unnest(%(queue_models)s::text[]) AS offered (model),
+    SELECT found.* FROM w, unnest(%(friends)s::bigint[]) AS friend (id), unnest(%(queue_models)s::text[]) AS offered (model),
         LATERAL ({_PER_MODEL.replace("<whose>", "q.user_id = friend.id")}) found
     UNION ALL
-    SELECT 1, found.* FROM w, unnest(%(queue_models)s::text[]) AS offered (model), LATERAL ({_PER_MODEL.replace("<whose>", "true")}) found)
+    SELECT found.* FROM w, unnest(%(queue_models)s::text[]) AS offered (model), LATERAL ({_PER_MODEL.replace("<whose>", "true")}) found)
 """
 
+# Ids in an array, not a join: a plan made while the queue was short would look for the candidates once per request.
 # `r` is asked again after the lock (its row may have changed since), so IS_OPEN stands here a second time.
 CHOOSE = Prepared(f"""{_CANDIDATES}
 SELECT r.id, r.models, r.max_length, r.max_context_length, r.payload, r.kind
-FROM candidates JOIN requests r ON r.id = candidates.request_id WHERE {IS_OPEN}
-ORDER BY candidates.turn, candidates.rank, candidates.request_id LIMIT 1 FOR UPDATE OF r
+FROM requests r WHERE r.id = ANY (ARRAY(SELECT request_id FROM candidates)) AND {IS_OPEN}
+ORDER BY r.user_id <> ALL (%(friends)s::bigint[]), r.rank, r.id LIMIT 1 FOR UPDATE OF r
 """)
 CHOOSE_UNLOCKED = Prepared(f"{CHOOSE} SKIP LOCKED")
 

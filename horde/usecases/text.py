@@ -29,6 +29,8 @@ from horde.queue.rank import rank_offset
 from horde.usecases.context import Context
 from horde.usecases.pricing import price_result
 
+__all__ = ["Accepted", "Generation", "TextOrder", "TextStatus", "cancel_text", "read_text_status", "request_text"]
+
 ROUTE = "text/async"
 NOBODY = "No worker online can serve this request now. It waits until one comes or it expires."
 
