@@ -1,0 +1,67 @@
+"""What the API's description (OpenAPI 3.1) says beside the routes themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+TITLE = "Horde"
+DESCRIPTION = """A broker that lets volunteers lend their GPUs. Ask for text, poll the status, read the result.
+
+Bodies are strict JSON of at most 1 MiB and 64 levels. Unknown fields are ignored. Every answer may be read from any origin."""
+
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "title": "Error",
+    "required": ["message"],
+    "properties": {
+        "message": {"type": "string", "description": "a sentence for people"},
+        "rc": {"type": "string", "description": "the name of the error; absent where no rule of the horde refused"},
+        "errors": {
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+            "description": "dotted path of a field -> what is wrong with it",
+        },
+    },
+}
+
+KEY_SCHEMES = {
+    "apikey": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "apikey",
+        "description": "`0000000000` is anonymous: it may ask, not work",
+    }
+}
+
+_SAID = {
+    400: "The input is not acceptable; `errors` names the fields",
+    401: "Nobody holds this key",
+    403: "Not allowed",
+    404: "Not found",
+    413: "The body is larger than 1 MiB",
+    415: "The body is not declared as JSON",
+    422: "The Idempotency-Key was used for another body",
+    429: "Too often, or too much at once; see `Retry-After`",
+    503: "The broker cannot reach its database; see `Retry-After`",
+}
+
+
+def failures(*statuses: int) -> dict[int, Any]:
+    """The failures of a route; those that any route may have come by themselves."""
+    taken = {*statuses, 503}
+    if 400 in taken:
+        taken |= {413, 415}
+    return {status: _SAID[status] for status in sorted(taken)}
+
+
+def describe_api(config: Any) -> None:
+    """Settings of APIFlask's generator."""
+    config["OPENAPI_VERSION"] = "3.1.0"
+    config["DESCRIPTION"] = DESCRIPTION
+    config["HTTP_ERROR_SCHEMA"] = ERROR_SCHEMA
+    config["VALIDATION_ERROR_SCHEMA"] = ERROR_SCHEMA
+    config["VALIDATION_ERROR_STATUS_CODE"] = 400
+    config["VALIDATION_ERROR_DESCRIPTION"] = _SAID[400]
+    config["SECURITY_SCHEMES"] = KEY_SCHEMES
+    config["AUTO_404_RESPONSE"] = False
+    config["AUTO_SERVERS"] = False

@@ -1,0 +1,117 @@
+"""Every error as JSON in AI Horde's dialect: `{"message", "rc"}`, and on failed validation `{"message", "errors"}`.
+
+Nothing of a request gets into an answer or a log line here: an unexpected exception is logged by its type and the
+lines it passed, never by its message, which may quote a prompt or a statement's parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from typing import Any
+
+import structlog
+from flask import Flask, Response, request
+from flask_limiter import RateLimitExceeded
+from werkzeug.exceptions import HTTPException
+
+from horde.api.answers import answer
+from horde.api.strict_json import BodyError
+from horde.errors import HordeError
+
+VALIDATION_FAILED = "Input payload validation failed"
+log = structlog.get_logger("horde.api")
+
+
+class InvalidInputError(Exception):
+    """A 400 that names fields: `errors` maps dotted paths to what is wrong with them."""
+
+    def __init__(self, errors: dict[str, str], *, message: str = VALIDATION_FAILED, rc: str | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors
+        self.message = message
+        self.rc = rc
+
+
+def error_body(error: HordeError) -> dict[str, Any]:
+    """`HordeError` on the wire of AI Horde."""
+    body: dict[str, Any] = {"message": error.message, "rc": error.rc}
+    if error.errors:
+        body["errors"] = error.errors
+    return body
+
+
+def install_error_handlers(app: Flask) -> None:
+    """Make every failure of `app` JSON."""
+    app.register_error_handler(HordeError, _horde_error)
+    app.register_error_handler(InvalidInputError, _invalid_input)
+    app.register_error_handler(BodyError, _bad_body)
+    app.register_error_handler(RateLimitExceeded, _rate_limited)
+    app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(Exception, _unexpected)
+
+
+def _horde_error(error: HordeError) -> Response:
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after))
+    return answer(error_body(error), error.status, headers)
+
+
+def _invalid_input(error: InvalidInputError) -> Response:
+    body: dict[str, Any] = {"errors": error.errors, "message": error.message}
+    if error.rc:
+        body["rc"] = error.rc
+    return answer(body, 400)
+
+
+def _bad_body(error: BodyError) -> Response:
+    if not error.errors:
+        return answer({"message": error.message}, 400)
+    return _invalid_input(InvalidInputError(error.errors, rc="NulByteInPayload" if error.nul else None))
+
+
+def _rate_limited(error: RateLimitExceeded) -> Response:
+    return answer({"message": str(error.description)}, 429)
+
+
+def _http_error(error: HTTPException) -> Response:
+    if error.response is not None:
+        return answer({"message": error.name}, error.response.status_code)
+    headers = {name: value for name, value in error.get_headers() if name != "Content-Type"}
+    return answer({"message": _MESSAGES.get(error.code or 500, error.name)}, error.code or 500, headers)
+
+
+_MESSAGES = {
+    404: "There is nothing at this address",
+    405: "This address does not answer to that method",
+    413: "The body is larger than this route takes",
+    415: "The body has to be JSON, with `Content-Type: application/json`",
+}
+
+
+def _unexpected(error: Exception) -> Response:
+    log.error(
+        "unexpected_error",
+        method=request.method,
+        route=request.url_rule.rule if request.url_rule else None,
+        error=describe(error),
+        sqlstate=_sqlstate(error),
+        lines="".join(traceback.format_tb(error.__traceback__)),
+    )
+    return answer({"message": "The broker failed at this; the fault is on its side.", "rc": "InternalError"}, 500)
+
+
+def describe(error: BaseException) -> str:
+    """The types of an exception and of its causes."""
+    names = []
+    current: BaseException | None = error
+    while current is not None:
+        names.append(f"{type(current).__module__}.{type(current).__qualname__}")
+        current = current.__cause__ or current.__context__
+    return " <- ".join(names)
+
+
+def _sqlstate(error: Exception) -> str | None:
+    code = getattr(getattr(error, "orig", None), "pgcode", None)
+    return code if isinstance(code, str) else None

@@ -1,0 +1,186 @@
+"""`generate/text/*`: ask, look, cancel; and for workers pop and submit."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import cast
+
+import orjson
+from apiflask import APIBlueprint
+from flask import Response, request
+
+from horde.api.address import client_address
+from horde.api.answers import answer
+from horde.api.broker import context, stopping
+from horde.api.documents import failures
+from horde.api.horde_v2.text_answers import (
+    AcceptedAnswer,
+    PopAnswer,
+    StatusAnswer,
+    SubmitAnswer,
+    accepted_body,
+    pop_body,
+    status_body,
+)
+from horde.api.horde_v2.text_bodies import (
+    DEFAULT_MAX_CONTEXT_LENGTH,
+    DEFAULT_MAX_LENGTH,
+    TextPop,
+    TextRequest,
+    TextSubmit,
+)
+from horde.api.identity import client_agent, idempotency_key, job_id_or_404, request_id_or_404, required_key
+from horde.errors import ErrorCode, HordeError, not_found
+from horde.usecases.pop import Offer, pop_text
+from horde.usecases.submit import Submission, submit_text
+from horde.usecases.text import TextOrder, cancel_text, read_text_status, request_text
+
+text = APIBlueprint("text", __name__, url_prefix="/api/v2/generate/text", tag="Text")
+_MOST_WORKERS = 5
+_MOST_MODELS = 200
+
+
+@text.post("/async")
+@text.input(TextRequest, arg_name="body")
+@text.output(AcceptedAnswer, status_code=202, description="The request is on disk and waits for a worker")
+@text.doc(
+    operation_id="request_text",
+    security="apikey",
+    responses={200: "The price, for a dry run", **failures(400, 401, 403, 404, 422, 429)},
+)
+def ask(body: TextRequest) -> Response:
+    """Ask for text
+
+    Any key may ask, the anonymous one `0000000000` too. Poll the status with the `id` of the answer. With a header
+    `Idempotency-Key` a repeat with the same body gives the same request.
+    """
+    key, order = required_key(), _order(body)
+    accepted = request_text(context(), key, order)
+    return answer(accepted_body(accepted), 200 if body.dry_run else 202)
+
+
+@text.get("/status/<request_id>")
+@text.output(StatusAnswer)
+@text.doc(operation_id="read_text_status", responses=failures(404, 429))
+def read_status(request_id: str) -> Response:
+    """How far a request is, and its results so far
+
+    No key: who knows the id may look. Nothing arrives any more once `done` is true.
+    """
+    return answer(status_body(read_text_status(context(), request_id_or_404(request_id))))
+
+
+@text.delete("/status/<request_id>")
+@text.output(StatusAnswer)
+@text.doc(operation_id="cancel_text", responses=failures(404, 429))
+def cancel(request_id: str) -> Response:
+    """Cancel a request
+
+    What waits is dropped, what runs is finished and shown. Answers the status after the cancel.
+    """
+    return answer(status_body(cancel_text(context(), request_id_or_404(request_id))))
+
+
+@text.post("/pop")
+@text.input(TextPop, arg_name="body")
+@text.output(PopAnswer, description="A job, or the same shape with `id` null when there is none")
+@text.doc(operation_id="pop_text", security="apikey", responses=failures(400, 401, 403, 429))
+def pop(body: TextPop) -> Response:
+    """Ask for a job, as a worker
+
+    The first call makes the worker. With `wait` the answer may take that many seconds. With a header
+    `Idempotency-Key` a repeat gives the same jobs again, so that a lost answer loses nothing.
+    """
+    key = required_key()
+    offer = Offer(
+        name=body.name,
+        models=body.models[:_MOST_MODELS],
+        max_length=body.max_length,
+        max_context_length=body.max_context_length,
+        threads=body.threads,
+        amount=body.amount,
+        nsfw=body.nsfw,
+        priority_usernames=body.priority_usernames,
+        bridge_agent=body.bridge_agent,
+        wait=body.wait,
+        idempotency_key=idempotency_key(),
+        address=client_address(),
+    )
+    disconnected = request.environ.get("waitress.client_disconnected", lambda: False)
+    popped = pop_text(context(), key, offer, client_gone=lambda: disconnected() or stopping())
+    return answer(pop_body(popped, native="wait" in body.model_fields_set))
+
+
+@text.post("/submit")
+@text.input(TextSubmit, arg_name="body")
+@text.output(SubmitAnswer)
+@text.doc(operation_id="submit_text", security="apikey", responses=failures(400, 401, 403, 404, 429))
+def submit(body: TextSubmit) -> Response:
+    """Hand in the result of a job, or give it up
+
+    `ok`, `censored` and `csam` store the text; `faulted` puts the job back or ends the request; `released` hands it
+    back without blame; `rejected` says that the request itself cannot be served, with `error_code`.
+    """
+    key = required_key()
+    submission = Submission(
+        job_id=job_id_or_404(body.id),
+        state=body.state,
+        text=body.generation or "",
+        seed=body.seed,
+        gen_metadata=[note.model_dump(exclude_none=True) for note in body.gen_metadata],
+        finish_reason=body.finish_reason,
+        token_ids=body.token_ids,
+        error_code=body.error_code,
+        idempotency_key=idempotency_key(),
+    )
+    return answer({"reward": submit_text(context(), key, submission)})
+
+
+def _order(body: TextRequest) -> TextOrder:
+    _refuse_unsupported(body)
+    key = idempotency_key()
+    params = {
+        "max_length": DEFAULT_MAX_LENGTH,
+        "max_context_length": DEFAULT_MAX_CONTEXT_LENGTH,
+        "n": 1,
+        **body.params,
+    }
+    return TextOrder(
+        prompt=body.prompt,
+        params=params,
+        n=cast("int", params["n"]),
+        max_length=cast("int", params["max_length"]),
+        max_context_length=cast("int", params["max_context_length"]),
+        models=body.models,
+        worker_ids=body.workers[:_MOST_WORKERS],
+        worker_blacklist=body.worker_blacklist,
+        trusted_workers=body.trusted_workers,
+        slow_workers=body.slow_workers,
+        nsfw=body.nsfw,
+        dry_run=body.dry_run,
+        allow_downgrade=body.allow_downgrade,
+        disable_batching=body.disable_batching,
+        deadline_seconds=body.deadline_seconds,
+        client_agent=client_agent(),
+        address=client_address(),
+        idempotency_key=key,
+        body_hash=_hash(body) if key else "",
+    )
+
+
+def _hash(body: TextRequest) -> str:
+    """Equal for bodies that ask for the same, however they are spelled."""
+    return hashlib.sha256(orjson.dumps(body.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _refuse_unsupported(body: TextRequest) -> None:
+    if body.style is not None:
+        raise not_found("There are no styles on this horde.", rc="StyleNotFound")
+    for field in ("webhook", "extra_source_images"):
+        if getattr(body, field):
+            raise HordeError(
+                ErrorCode.UNSUPPORTED_PARAMETER,
+                f"`{field}` is not supported for text on this horde.",
+                rc="BadRequest",
+                errors={field: "not supported"},
+            )
