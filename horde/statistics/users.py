@@ -6,6 +6,9 @@ from typing import Any
 
 from horde.db.database import Transaction
 
+# As many ids of waiting requests as an answer holds.
+MOST_ACTIVE = 100
+
 READ_USER_TOTALS = """
 WITH fresh AS (
     SELECT e.* FROM events_unfolded u JOIN events e ON e.id = u.event_id
@@ -20,12 +23,12 @@ SELECT u.created_at, extract(epoch FROM horde_now() - u.created_at)::bigint AS a
     coalesce(t.tokens_generated, 0)
         + (SELECT coalesce(sum(tokens), 0) FROM fresh WHERE kind = 'stored' AND owner_id = %(user)s) AS tokens_generated,
     coalesce(t.earned, 0) + (SELECT coalesce(sum(reward), 0) FROM fresh WHERE owner_id = %(user)s) AS earned,
-    (SELECT coalesce(sum(waiting + processing), 0)::int FROM requests
-     WHERE user_id = %(user)s AND outcome IS NULL AND kind = 'text' AND %(registered)s) AS active
+    ARRAY(SELECT id FROM requests WHERE user_id = %(user)s AND waiting > 0 AND kind = 'text' AND %(registered)s
+          ORDER BY created_at LIMIT %(most)s) AS active
 FROM users u LEFT JOIN user_totals t ON t.user_id = u.id WHERE u.id = %(user)s
 """
 
 
 def read_user_totals(tx: Transaction, user_id: int, *, registered: bool) -> Any:
-    """One row of counts; `active` stays 0 for the anonymous account, whose requests are strangers to each other."""
-    return tx.execute(READ_USER_TOTALS, {"user": user_id, "registered": registered}).one()
+    """One row of counts, and the ids of waiting requests; none of the anonymous account, whose requests are not one person's."""
+    return tx.execute(READ_USER_TOTALS, {"user": user_id, "registered": registered, "most": MOST_ACTIVE}).one()

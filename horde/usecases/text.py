@@ -102,18 +102,19 @@ def request_text(context: Context, api_key: str, order: TextOrder) -> Accepted:
     user, answered, offset = context.database.read(admit)
     if answered is not None:
         return answered
+    hundredths = estimate_text_price(n=order.n, max_length=order.max_length, prompt=order.prompt, models=order.models)
+    price = hundredths / HUNDREDTHS
     if order.dry_run:
-        price = estimate_text_price(n=order.n, max_length=order.max_length, prompt=order.prompt, models=order.models)
-        return Accepted(None, price / HUNDREDTHS)
+        return Accepted(None, price)
     new = _new_request(order, user, offset)
     try:
-        possible = _enqueue(context, new, user, order, key)
+        possible = _enqueue(context, new, user, order, key, price)
     except KeyTaken:
         return request_text(context, api_key, order)
     context.wakeups.announce(queue_keys(Kind.TEXT, order.models), order.n)
     if possible:
-        return Accepted(new.id, 0.0)
-    return Accepted(new.id, 0.0, NOBODY, [{"code": "NoAvailableWorker", "message": NOBODY}])
+        return Accepted(new.id, price)
+    return Accepted(new.id, price, NOBODY, [{"code": "NoAvailableWorker", "message": NOBODY}])
 
 
 def read_text_status(context: Context, request_id: uuid.UUID) -> TextStatus:
@@ -162,7 +163,7 @@ def _new_request(order: TextOrder, user: User, offset: float) -> NewRequest:
     )
 
 
-def _enqueue(context: Context, new: NewRequest, user: User, order: TextOrder, key: str | None) -> bool:
+def _enqueue(context: Context, new: NewRequest, user: User, order: TextOrder, key: str | None, price: float) -> bool:
     """Enqueue, and whether anybody could serve it."""
 
     def alone(tx: Transaction) -> bool:
@@ -171,7 +172,7 @@ def _enqueue(context: Context, new: NewRequest, user: User, order: TextOrder, ke
 
     def with_key(tx: Transaction) -> bool:
         enqueue(tx, new, context.terms)
-        answer = {"id": str(new.id), "kudos": 0.0}
+        answer = {"id": str(new.id), "kudos": price}
         keep_answer(tx, user.id, _scope(user, order), ROUTE, str(key), order.body_hash, new.id, answer)
         return is_possible(tx, new.id)
 

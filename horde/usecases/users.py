@@ -32,7 +32,7 @@ class UserView:
     worker_count: int
     worker_ids: list[str]
     kudos_details: dict[str, float]
-    active_generations: dict[str, int]
+    active_generations: dict[str, list[str]]
     usage: dict[str, int]
     contributions: dict[str, int]
     records: dict[str, dict[str, int]]
@@ -62,7 +62,7 @@ def find_user(context: Context, api_key: str) -> UserView:
             worker_count=len(workers),
             worker_ids=[str(worker.id) for worker in workers],
             kudos_details=_kudos_details(row),
-            active_generations={"text": row.active, "image": 0, "alchemy": 0},
+            active_generations={"text": [str(request) for request in row.active], "image": [], "alchemy": []},
             usage={"megapixelsteps": 0, "requests": int(row.results)},
             contributions={"megapixelsteps": 0, "fulfillments": int(row.fulfilled)},
             records=_records(row),

@@ -236,6 +236,14 @@ class Stage:
         return leading.result(), following.result()
 
 
+def eventually(condition: Callable[[], bool], what: str, *, within: float = DEADLINE) -> None:
+    """Ask again and again until a condition holds that something else brings about; fails with `what` after `within` s."""
+    give_up = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > give_up:
+            raise DidNotHappen(f"not within {within:.0f} s: {what}")
+
+
 def together(*works: Callable[[], Any], within: float = DEADLINE) -> list[Any]:
     """Run calls that start at the same moment, each with a connection in hand; their results, in the order given.
 

@@ -157,13 +157,19 @@ ALWAYS: tuple[tuple[str, str], ...] = (
 WHEN_FOLDED: tuple[tuple[str, str], ...] = (
     ("I5: every event is folded", "SELECT event_id FROM events_unfolded"),
     (
-        "I5: each stored event has one payout of its reward, and only those do",
-        """SELECT e.id, e.kind, e.price, e.reward, l.entries, l.paid FROM
-            (SELECT event_id, count(DISTINCT entry_id) AS entries, sum(amount) FILTER (WHERE amount > 0) AS paid
+        "I5: each event that costs something has one entry of its price, and nothing else has one",
+        """SELECT coalesce(e.id, l.event_id), e.kind, e.price, l.entries, l.moved FROM
+            (SELECT event_id, count(DISTINCT entry_id) AS entries, sum(amount) FILTER (WHERE amount > 0) AS moved
              FROM ledger WHERE event_id IS NOT NULL GROUP BY event_id) l
-        FULL JOIN (SELECT * FROM events WHERE kind = 'stored' AND price > 0) e ON e.id = l.event_id
-        WHERE (e.id IS NULL AND NOT EXISTS (SELECT FROM events WHERE id = l.event_id AND price > 0))
-           OR (e.id IS NOT NULL AND (l.entries IS DISTINCT FROM 1 OR l.paid IS DISTINCT FROM e.price))""",
+        FULL JOIN (SELECT * FROM events WHERE price > 0) e ON e.id = l.event_id
+        WHERE (l.entries, l.moved) IS DISTINCT FROM (1, e.price)""",
+    ),
+    (
+        "I5: a worker's owner is paid the reward of each result, in full",
+        """SELECT e.id, e.owner_id, e.reward, paid.amount FROM events e JOIN accounts a ON a.user_id = e.owner_id
+        LEFT JOIN LATERAL (SELECT sum(amount) AS amount FROM ledger
+                           WHERE event_id = e.id AND account_id = a.id AND amount > 0) paid ON true
+        WHERE e.reward <> coalesce(paid.amount, 0) AND e.owner_id <> e.user_id""",
     ),
     (
         "I5: a balance is the sum of its account's ledger lines",

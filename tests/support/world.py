@@ -50,6 +50,9 @@ def open_world(url: str, *, connections: int = 40, settings: Mapping[str, str] |
     """A world with a connection for each of many threads; `settings` are the server's, for these connections."""
     database = Database(url, pool=connections, settings=settings)
     try:
+        with database.transaction() as tx:
+            # Some broker was alive until now: the age of the template is no outage.
+            tx.execute("UPDATE heartbeat SET beat_at = horde_now()")
         yield World(database)
     finally:
         database.close()
