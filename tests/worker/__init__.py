@@ -1,0 +1,1 @@
+"""Tests of the worker; none of them needs a broker or PostgreSQL."""

@@ -1,0 +1,201 @@
+"""A broker's two routes over real HTTP, with faults on demand: what a worker meets when things go wrong.
+
+Jobs are claimed once and answered again for a repeated key, as a broker does. Nothing here sleeps: a test waits for
+what it wants to see with `wait_until`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+PATIENCE = 20.0
+POP, SUBMIT = "/api/v2/generate/text/pop", "/api/v2/generate/text/submit"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A fault: this answer instead of the right one."""
+
+    status: int
+    body: Any = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Fault:
+    """Faults of the connection."""
+
+    RESET = "reset before the request is acted upon"
+    LOST = "acted upon, but the answer is lost"
+
+
+@dataclass(frozen=True)
+class Call:
+    path: str
+    body: dict[str, Any]
+    key: str
+    headers: dict[str, str]
+
+
+class PlayedBroker:
+    """State that outlives its server, so that a broker can be stopped and started again."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.jobs: deque[dict[str, Any]] = deque()
+        self.calls: list[Call] = []
+        self.settled: dict[str, dict[str, Any]] = {}
+        self.forgotten: set[str] = set()
+        self.faults: dict[str, deque[Answer | str]] = {POP: deque(), SUBMIT: deque()}
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._server: ThreadingHTTPServer | None = None
+        self._thread: threading.Thread | None = None
+        self._port = 0
+        self._stopping = False
+        self._open: set[socket.socket] = set()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Listen; after a stop, on the same port again."""
+        self._stopping = False
+        handler = type("Handler", (_Handler,), {"broker": self})
+        self._server = _Server(("127.0.0.1", self._port), handler)
+        self._port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop listening and cut every connection, with calls under way unanswered."""
+        if self._server is None or self._thread is None:
+            return
+        with self.changed:
+            self._stopping = True
+            self.changed.notify_all()
+        self._server.shutdown()
+        with self.changed:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        self._server.server_close()
+        self._thread.join()
+        self._server = self._thread = None
+
+    def give(self, job_id: str, prompt: str = "hello", **payload: Any) -> None:
+        """Queue a job."""
+        with self.changed:
+            self.jobs.append({"id": job_id, "payload": {"prompt": prompt, "n": 1, **payload}})
+            self.changed.notify_all()
+
+    def fail(self, path: str, *faults: Answer | str) -> None:
+        """The next calls of this route fail so."""
+        with self.changed:
+            self.faults[path].extend(faults)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, PATIENCE), f"never happened; calls so far: {self.calls}"
+
+    def made(self, path: str) -> list[Call]:
+        return [call for call in self.calls if call.path == path]
+
+    def states(self) -> dict[str, str]:
+        """Job -> the state it was settled with."""
+        return {job_id: body["state"] for job_id, body in self.settled.items()}
+
+    def _next_fault(self, path: str) -> Answer | str | None:
+        return self.faults[path].popleft() if self.faults[path] else None
+
+    def answer(self, call: Call) -> tuple[Answer | None, str | None]:
+        """The answer, and the connection's fault."""
+        with self.changed:
+            self.calls.append(call)
+            self.changed.notify_all()
+            fault = self._next_fault(call.path)
+            if isinstance(fault, Answer):
+                return fault, None
+            if fault == Fault.RESET:
+                return None, fault
+            if call.key not in self._answers:
+                answer = self._pop(call.body) if call.path == POP else self._submit(call.body)
+                if isinstance(answer, Answer):
+                    return answer, fault
+                self._answers[call.key] = answer
+            return Answer(200, self._answers[call.key]), fault
+
+    def _pop(self, body: dict[str, Any]) -> dict[str, Any] | Answer:
+        self.changed.wait_for(lambda: bool(self.jobs) or self._stopping, float(body.get("wait", 0)))
+        if self._stopping:
+            return Answer(503, {"message": "shutting down"})
+        empty = {"payload": {"max_length": 80}, "id": None, "ids": [], "model": None, "messages": [], "skipped": {}}
+        if not self.jobs:
+            return empty
+        job = self.jobs.popleft()
+        return {**empty, "model": body["models"][0], "ids": [job["id"]], "ttl": 150, **job}
+
+    def _submit(self, body: dict[str, Any]) -> dict[str, Any] | Answer:
+        job_id = body["id"]
+        if job_id in self.forgotten:
+            return Answer(404, {"message": f"Processing Job with ID {job_id} does not exist.", "rc": "InvalidJobID"})
+        if job_id in self.settled:
+            return Answer(400, {"message": "already submitted", "rc": "DuplicateGen"})
+        self.settled[job_id] = body
+        self.changed.notify_all()
+        return {"reward": 1.5}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = False
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A worker that hangs up is part of the play."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    broker: PlayedBroker
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        with self.broker.changed:
+            self.broker._open.add(self.connection)
+
+    def finish(self) -> None:
+        with self.broker.changed:
+            self.broker._open.discard(self.connection)
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        call = Call(self.path, body, self.headers.get("Idempotency-Key", ""), dict(self.headers))
+        answer, fault = self.broker.answer(call)
+        if fault is not None or answer is None:
+            self._reset()
+            return
+        content = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+        self.send_response(answer.status)
+        for name, value in {"Content-Type": "application/json", **answer.headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def _reset(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        pass

@@ -1,0 +1,259 @@
+"""The command itself: its options, and a whole worker as a process."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from tests.worker.played_broker import PATIENCE, POP, PlayedBroker
+from tests.worker.tiny_model import make_tiny_model
+from worker.cli import main
+from worker.config import ConfigError, WorkerConfig, read_file
+from worker.display import panel
+from worker.status import Status
+
+KEY = "canary-key-1234567890"
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("HORDE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def told(monkeypatch) -> Iterator[list[WorkerConfig]]:
+    """What `run` would have started with."""
+    configs: list[WorkerConfig] = []
+    monkeypatch.setattr("worker.cli._serve", configs.append)
+    monkeypatch.setattr("worker.cli.log_lines", lambda level: None)
+    return configs
+
+
+def invoke(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(main, ["run", *arguments], env=environment)
+
+
+REQUIRED = ("--broker", "http://h:7001", "--api-key", KEY, "--name", "w", "--model", "m")
+
+
+def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(told, tmp_path):
+    file = tmp_path / "worker.yaml"
+    file.write_text(f"broker: http://file:1\napi-key: {KEY}\nname: file\nmodel: file\nmax_batch: 2\nmax-length: 99\n")
+    result = invoke(
+        "--config", str(file), "--name", "flag", HORDE_WORKER_NAME="environment", HORDE_WORKER_MODEL="environment"
+    )
+    assert result.exit_code == 0, result.output
+    [config] = told
+    assert (config.name, config.model, config.broker) == ("flag", "environment", "http://file:1")
+    assert (config.max_batch, config.max_length, config.max_context_length) == (2, 99, None)
+    assert (config.api_key, config.device, config.poll_wait) == (KEY, "auto", 5)
+
+
+@pytest.mark.parametrize("option", ["--broker", "--api-key", "--name", "--model"])
+def test_a_missing_option_is_named_with_its_variable(told, option):
+    left_out = REQUIRED.index(option)
+    result = invoke(*REQUIRED[:left_out], *REQUIRED[left_out + 2 :])
+    assert result.exit_code == 2
+    assert f"Missing option '{option}'" in result.output
+    assert f"HORDE_WORKER_{option[2:].upper().replace('-', '_')}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--broker", "localhost"), ("--max-batch", "0"), ("--max-batch", "many"), ("--max-length", "15"),
+        ("--max-context-length", "79"), ("--device", "tpu"), ("--dtype", "int3"), ("--poll-wait", "26"),
+        ("--name", " "), ("--api-key", "with\nnewline"), ("--config", "/does/not/exist.yaml"), ("--log-level", "loud"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_is_named(told, option, value):
+    result = invoke(*REQUIRED, option, value)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+    assert not told
+
+
+def test_a_model_that_is_not_there_is_named():
+    result = invoke(*REQUIRED[:-1], "/no/such/directory")
+    assert result.exit_code == 2
+    assert "Invalid value for --model: /no/such/directory is not a directory" in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("api_key: 0000000000", "put the value of api_key in quotes"),
+        ("name: 5", "put the value of name in quotes"),
+        ("max_btach: 5", "there is no option 'max_btach'"),
+        ("max_batch: [1, 2]", "takes a single value"),
+        ("- a", "not a list of"),
+        ("api_key: 'canary\nname: [", "not valid YAML"),
+    ],
+)
+def test_a_bad_file_is_explained_without_quoting_the_key(told, tmp_path, content, problem):
+    file = tmp_path / "worker.yaml"
+    file.write_text(content)
+    result = invoke(*REQUIRED, "--config", str(file))
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.split())
+    assert "canary" not in result.output
+
+
+def test_a_bad_value_in_the_file_names_its_option(told, tmp_path):
+    file = tmp_path / "worker.yaml"
+    file.write_text("max_batch: 99")
+    assert "Invalid value for '--max-batch'" in invoke(*REQUIRED, "--config", str(file)).output
+
+
+def test_an_empty_file_is_fine(tmp_path):
+    file = tmp_path / "worker.yaml"
+    file.write_text("# nothing\n")
+    assert read_file(file) == {}
+
+
+def config(**changes) -> WorkerConfig:
+    usual = {
+        "broker": "http://h", "api_key": KEY, "name": "w", "model": "m", "announce_as": None, "device": "auto",
+        "dtype": "auto", "max_batch": 1, "max_length": None, "max_context_length": None, "poll_wait": 5,
+        "log_level": "info",
+    }  # fmt: skip
+    return WorkerConfig(**{**usual, **changes})
+
+
+def test_lengths_come_from_the_model_and_must_fit_it():
+    assert config().lengths(8192) == (512, 2048)
+    assert config().lengths(512) == (256, 512)
+    assert config(max_length=100, max_context_length=4096).lengths(8192) == (100, 4096)
+    with pytest.raises(ConfigError, match="--max-context-length"):
+        config(max_context_length=4096).lengths(2048)
+    with pytest.raises(ConfigError, match="--max-length"):
+        config(max_length=2048).lengths(2048)
+
+
+def test_the_key_does_not_show_when_settings_are_printed():
+    assert KEY not in repr(config())
+
+
+def test_the_panel_shows_the_figures_and_takes_names_literally():
+    status = Status()
+    status.set_state("paused", "too many [red]dropped[/red] jobs")
+    status.add_tokens(30)
+    status.add_done(2.5)
+    status.add_failed()
+    status.set_load(2, 1)
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console.print(panel("[bold]w[/bold]", "m/x", status.snapshot()))
+    console.file.close()
+    text = console.export_text()
+    for expected in ("[bold]w[/bold] · m/x", "paused", "[red]dropped[/red]", "3.0 tokens/s", "2 running", "1 waiting",
+                     "1 done", "1 failed", "2.50 kudos"):  # fmt: skip
+        assert expected in text
+
+
+@pytest.fixture(scope="module")
+def patient_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that can write for minutes."""
+    loaded = make_tiny_model(context_length=65536)
+    directory = tmp_path_factory.mktemp("patient") / "tiny-llama"
+    loaded.model.save_pretrained(directory)
+    loaded.tokenizer.save_pretrained(directory)
+    return directory
+
+
+class Process:
+    """`horde-worker run` on the tiny model."""
+
+    def __init__(self, broker: PlayedBroker, model: Path, log: Path, stdout: int = subprocess.PIPE) -> None:
+        self._log = log
+        environment = {
+            **os.environ, "HORDE_WORKER_API_KEY": KEY, "HORDE_WORKER_BROKER": broker.url, "HF_HUB_OFFLINE": "1",
+            "COLUMNS": "100", "TERM": "xterm",
+        }  # fmt: skip
+        command = [sys.executable, "-c", "from worker.cli import main; main()", "run", "--name", "w", "--device", "cpu",
+                   "--model", str(model), "--poll-wait", "1", "--log-level", "debug"]  # fmt: skip
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=errors)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def ended(self) -> tuple[int, str, str]:
+        """Exit code, output, log."""
+        output, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, (output or b"").decode(), self._log.read_text()
+
+
+@pytest.fixture
+def process(broker, patient_model, tmp_path):
+    made: list[Process] = []
+
+    def start(**settings) -> Process:
+        made.append(Process(broker, patient_model, tmp_path / "log", **settings))
+        # Loading torch on a busy machine takes longer than anything else here.
+        with broker.changed:
+            assert broker.changed.wait_for(lambda: broker.made(POP), 60), (tmp_path / "log").read_text()
+        return made[-1]
+
+    yield start
+    for worker in made:
+        worker.process.kill()
+        worker.process.communicate()
+
+
+def test_a_worker_serves_drains_on_sigterm_and_never_shows_its_key(broker, process):
+    worker = process()
+    broker.give("j", "canary prompt", max_length=20, temperature=0, seed=1)
+    broker.wait_until(lambda: "j" in broker.settled)
+    worker.signal(signal.SIGTERM)
+    code, output, log = worker.ended()
+    assert code == 0, log
+    assert output == "worker w serves tiny-llama\n"
+    assert "job j delivered, 1.50 kudos" in log
+    assert KEY not in output + log
+    assert "canary prompt" not in log
+    [result] = [broker.settled["j"]]
+    assert (result["state"], result["finish_reason"], len(result["token_ids"])) == ("ok", "length", 20)
+    pop = broker.made(POP)[0].body
+    assert pop == {
+        "name": "w", "models": ["tiny-llama"], "max_length": 512, "max_context_length": 2048, "threads": 1,
+        "bridge_agent": pop["bridge_agent"], "wait": 1,
+    }  # fmt: skip
+
+
+def test_a_second_signal_releases_what_runs_and_exits_at_once(broker, process):
+    worker = process()
+    broker.give("long", "x", max_length=100_000, max_context_length=100_000)
+    broker.give("next", "y")
+    broker.wait_until(lambda: not broker.jobs)
+    worker.signal(signal.SIGINT)
+    broker.wait_until(lambda: "next" in broker.settled)
+    worker.signal(signal.SIGINT)
+    code, _, log = worker.ended()
+    assert code == 0, log
+    assert broker.states() == {"long": "released", "next": "released"}
+
+
+def test_a_terminal_gets_a_live_panel(broker, process):
+    ours, theirs = pty.openpty()
+    try:
+        worker = process(stdout=theirs)
+        os.close(theirs)
+        seen = b""
+        while b"tokens/s" not in seen or b"serves tiny-llama" not in seen:
+            seen += os.read(ours, 4096)
+        worker.signal(signal.SIGTERM)
+        worker.process.wait(PATIENCE)
+    finally:
+        os.close(ours)
+    assert KEY.encode() not in seen

@@ -1,0 +1,121 @@
+"""AI Horde's payload, read; and texts, cleaned."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.engine.interface import Finished, FinishReason, SamplerStep, Sampling
+from worker.formatting import OutputFormat
+from worker.jobs import Job, UnreadableJob, read_pop, stored
+from worker.text_parameters import BadPayloadError, read_format, read_request
+
+S = SamplerStep
+USUAL = (S.REPETITION, S.TOP_K, S.TOP_A, S.TAIL_FREE, S.TYPICAL, S.TOP_P, S.TEMPERATURE)
+
+
+def test_a_bare_prompt_gets_the_documented_defaults():
+    request = read_request("j", {"prompt": "hi"}, seed=3)
+    assert (request.id, request.prompt, request.seed) == ("j", "hi", 3)
+    assert (request.max_new_tokens, request.max_context, request.stop) == (80, 2048, ())
+    assert request.sampling == Sampling(order=USUAL)
+
+
+def test_every_documented_parameter_reaches_the_engine():
+    payload = {
+        "prompt": "p", "n": 1, "max_length": 100, "max_context_length": 1024, "temperature": 0.5, "top_p": 0.9,
+        "top_k": 40, "top_a": 0.1, "tfs": 0.95, "typical": 0.8, "min_p": 0.05, "rep_pen": 1.1, "rep_pen_range": 256,
+        "rep_pen_slope": 0.7, "smoothing_factor": 0.3, "dynatemp_range": 0.2, "dynatemp_exponent": 2,
+        "sampler_order": [5, 6, 0, 1, 2, 3, 4], "stop_sequence": ["\nUser:", ""], "singleline": True,
+        "use_default_badwordsids": True, "frmttriminc": True, "frmtrmblln": True, "frmtrmspch": False,
+    }  # fmt: skip
+    request = read_request("j", payload, 1)
+    assert request.sampling == Sampling(
+        0.5, 40, 0.9, 0.05, 0.1, 0.95, 0.8, 1.1, 256, 0.7, 0.3, 0.2, 2.0, True,
+        (S.TEMPERATURE, S.REPETITION, S.TOP_K, S.TOP_A, S.TOP_P, S.TAIL_FREE, S.TYPICAL),
+    )  # fmt: skip
+    assert (request.max_new_tokens, request.max_context) == (100, 1024)
+    assert request.stop == ("\nUser:", "\n")
+    assert read_format(payload) == OutputFormat(True, True, False)
+
+
+def test_an_order_with_strange_numbers_still_runs_every_stage_once():
+    order = read_request("j", {"prompt": "", "sampler_order": [0, 0, 99, -1, 5]}, 0).sampling.order
+    assert order[:2] == (S.TOP_K, S.TEMPERATURE)
+    assert sorted(order) == sorted(S)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", None), ("prompt", 5), ("max_length", 0), ("max_length", "80"), ("max_length", 80.5),
+        ("max_length", True), ("temperature", float("nan")), ("top_p", float("inf")), ("top_k", []),
+        ("stop_sequence", "x"), ("stop_sequence", ["a", 5]), ("sampler_order", {"a": 1}), ("singleline", "yes"),
+    ],
+)  # fmt: skip
+def test_a_senseless_value_is_named(field, value):
+    with pytest.raises(BadPayloadError, match=field):
+        read_request("j", {"prompt": "p", field: value}, 0)
+
+
+def test_an_empty_pop_holds_no_job():
+    assert read_pop({"id": None, "ids": [], "payload": {"max_length": 80}}) == []
+
+
+def test_a_pop_answer_becomes_a_job_with_its_seed():
+    [job] = read_pop({"id": "x", "ids": ["x"], "model": "m", "seed": 11, "payload": {"prompt": "p"}})
+    assert isinstance(job, Job)
+    assert (job.id, job.model, job.seed) == ("x", "m", 11)
+
+
+def test_a_job_without_a_seed_gets_one_of_its_own():
+    answer = {"id": "x", "payload": {"prompt": "p"}}
+    seeds = {job.seed for _ in range(5) for job in read_pop(answer) if isinstance(job, Job)}
+    assert len(seeds) > 1
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_several_jobs_come_as_a_batch_or_as_a_list():
+    assert [j.id for j in read_pop({"id": "x", "ids": ["x", "y"], "payload": {"prompt": "p"}})] == ["x", "y"]
+    jobs = [{"id": "a", "payload": {"prompt": "1"}}, {"id": "b", "payload": {"prompt": "2"}}]
+    read = read_pop({"id": "a", "ids": ["a", "b"], "payload": {"prompt": "1"}, "jobs": jobs})
+    assert [j.request.prompt for j in read if isinstance(j, Job)] == ["1", "2"]
+
+
+def test_a_job_that_cannot_be_read_keeps_its_id():
+    [job] = read_pop({"id": "x", "payload": {"prompt": "p", "temperature": "hot"}})
+    assert job == UnreadableJob("x", "temperature is not a number")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("One. Two! Thr", "One. Two!"),
+        ('He said "Yes." Then', 'He said "Yes."'),
+        ("no end at all", "no end at all"),
+        ("Done.", "Done."),
+        ("これは文。途中", "これは文。"),
+    ],
+)
+def test_an_unfinished_sentence_is_trimmed(text, expected):
+    assert OutputFormat(trim_incomplete_sentence=True).apply(text) == expected
+
+
+def test_blank_lines_and_special_characters_are_removed():
+    assert OutputFormat(remove_blank_lines=True).apply("a\n\n\nb\nc") == "a\nb\nc"
+    assert OutputFormat(remove_special_characters=True).apply("#a/@%}{+=~|^<>b") == "ab"
+    assert OutputFormat().apply("  a\n\n#") == "  a\n\n#"
+
+
+def test_token_ids_are_sent_only_where_they_are_the_text():
+    [plain] = read_pop({"id": "x", "payload": {"prompt": "p"}})
+    [trimmed] = read_pop({"id": "x", "payload": {"prompt": "p", "frmttriminc": True}})
+    assert isinstance(plain, Job)
+    assert isinstance(trimmed, Job)
+    by_length = Finished("x", FinishReason.LENGTH, 3, 2)
+    body = stored(plain, "A. b", [1, 2], by_length).body()
+    assert body["token_ids"] == [1, 2]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2}
+    assert (body["state"], body["finish_reason"], body["gen_metadata"]) == ("ok", "length", [])
+    assert "token_ids" not in stored(trimmed, "A. b", [1, 2], by_length).body()
+    assert "token_ids" in stored(trimmed, "A.", [1, 2], by_length).body()
+    assert "token_ids" not in stored(plain, "A", [1, 2], Finished("x", FinishReason.STOP, 3, 2, ".")).body()

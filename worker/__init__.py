@@ -1,0 +1,1 @@
+"""The worker: holds a model and no state that must last; reaches a broker over HTTP only."""

@@ -1,0 +1,178 @@
+"""The HTTP client: one pop, one submit; each call is made once, and a failure says whether trying again makes sense.
+
+An instance belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import time
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+_CONNECT_SECONDS = 10.0
+_ANSWER_SECONDS = 30.0
+_UNAVAILABLE = frozenset({408, 425, 429})
+# Reasons to be turned away that pass by themselves or when somebody acts; every other 403 is final.
+_PASSING = frozenset({"WorkerMaintenance", "WorkerFlaggedMaintenance", "TimeoutIP", "TooManyNewIPs"})
+
+
+class BrokerUnavailableError(Exception):
+    """No usable answer; the same call with the same key may succeed later. `retry_after`: seconds, if it was said."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class PausedError(Exception):
+    """The broker gives this worker nothing for now; the message is for its owner."""
+
+
+class TurnedAwayError(Exception):
+    """The broker will not work with this worker as it is set up; the message is for its owner."""
+
+
+class JobGoneError(Exception):
+    """The broker takes nothing more for this job: unknown, already settled, or not ours."""
+
+
+def normalise_url(url: str) -> str:
+    """The broker's address without a trailing `/`, `/api` or `/api/v2`.
+
+    Raises:
+        ValueError: not an http or https URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:7001")
+    return url.rstrip("/").removesuffix("/v2").removesuffix("/api").rstrip("/")
+
+
+class BrokerClient:
+    """Talks to one broker as one worker.
+
+    Args:
+        url: as `normalise_url` takes it.
+        api_key: sent as a header and kept nowhere else.
+        agent: `name:version:contact`.
+    """
+
+    def __init__(self, url: str, api_key: str, agent: str) -> None:
+        self.url = normalise_url(url)
+        self._answered = False
+        self._session = requests.Session()
+        self._session.headers.update({"apikey": api_key, "Client-Agent": agent})
+
+    def pop(self, body: dict[str, Any], idempotency_key: str) -> dict[str, Any]:
+        """Ask for work; `body["wait"]` is how long the broker may take.
+
+        Raises:
+            BrokerUnavailableError: try again, with the same key: the broker may have answered, and the answer got lost.
+            PausedError: try again later.
+            TurnedAwayError: do not try again.
+        """
+        answer = self._post("generate/text/pop", body, idempotency_key, float(body.get("wait", 0)) + _ANSWER_SECONDS)
+        if answer.status_code == 200:
+            content = _json_object(answer)
+            self._answered = True
+            return content
+        message, rc = _error(answer)
+        if answer.status_code == 403 and (rc in _PASSING or "maintenance mode" in message.lower()):
+            raise PausedError(message)
+        if answer.status_code == 401:
+            raise TurnedAwayError(f"the broker does not know this API key: {message}")
+        if answer.status_code == 404 and self._answered:
+            # It was a broker a moment ago: a proxy speaks while the broker restarts.
+            raise BrokerUnavailableError(f"404 from {self.url}: {message}")
+        if answer.status_code == 404:
+            raise TurnedAwayError(
+                f"{self.url} answers, but has no {answer.url.removeprefix(self.url)}: is it a broker?"
+            )
+        raise TurnedAwayError(f"{message} ({rc or answer.status_code})")
+
+    def submit(self, body: dict[str, Any], idempotency_key: str) -> float:
+        """Deliver a result, a fault or a release; the reward, in kudos.
+
+        Raises:
+            BrokerUnavailableError: try again, with the same key.
+            JobGoneError: do not try again.
+        """
+        answer = self._post("generate/text/submit", body, idempotency_key, _ANSWER_SECONDS)
+        if answer.status_code == 200:
+            reward = _json_object(answer).get("reward", 0)
+            return float(reward) if isinstance(reward, int | float) else 0.0
+        message, rc = _error(answer)
+        if not rc and answer.status_code == 404:
+            # A broker names the reason; this is a proxy in front of one.
+            raise BrokerUnavailableError(f"404 from {self.url}: {message}")
+        raise JobGoneError(f"{message} ({rc or answer.status_code})")
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._session.close()
+
+    def _post(self, route: str, body: dict[str, Any], key: str, patience: float) -> requests.Response:
+        try:
+            answer = self._session.post(
+                f"{self.url}/api/v2/{route}",
+                json=body,
+                headers={"Idempotency-Key": key},
+                timeout=(_CONNECT_SECONDS, patience),
+                allow_redirects=False,
+            )
+        except requests.RequestException as error:
+            raise BrokerUnavailableError(f"no answer from {self.url} ({_cause(error)})") from error
+        if answer.status_code >= 500 or answer.status_code in _UNAVAILABLE:
+            message, _ = _error(answer)
+            raise BrokerUnavailableError(f"{answer.status_code} from {self.url}: {message}", _retry_after(answer))
+        return answer
+
+
+def _json_object(answer: requests.Response) -> dict[str, Any]:
+    try:
+        content = answer.json()
+    except ValueError as error:
+        raise BrokerUnavailableError("the answer is not JSON; is something else in front of the broker?") from error
+    if not isinstance(content, dict):
+        raise BrokerUnavailableError("the answer is not a JSON object")
+    return content
+
+
+def _error(answer: requests.Response) -> tuple[str, str]:
+    """Message (with the fields at fault) and rc of an error body; a plain one where the body is not JSON."""
+    try:
+        content = answer.json()
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        return answer.reason or "no explanation", ""
+    message = str(content.get("message") or answer.reason)
+    errors = content.get("errors")
+    if isinstance(errors, dict) and errors:
+        message += ": " + "; ".join(f"{field}: {problem}" for field, problem in errors.items())
+    return message, str(content.get("rc") or "")
+
+
+def _retry_after(answer: requests.Response) -> float | None:
+    """`Retry-After` in seconds, from either of its forms; None when absent or unreadable."""
+    value = answer.headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
+
+
+def _cause(error: requests.RequestException) -> str:
+    """What went wrong, without addresses of objects and chains of wrapped errors."""
+    if isinstance(error, requests.Timeout):
+        return "timed out"
+    text = str(error)
+    for known in ("Connection refused", "Connection reset", "Remote end closed", "Name or service not known"):
+        if known in text:
+            return known.lower()
+    return type(error).__name__

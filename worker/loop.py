@@ -1,0 +1,248 @@
+"""The worker's main loop: jobs in, tokens out, results away; the only thread that touches the engine.
+
+Two threads serve it: the popper, which fetches ahead, and the submitter, which delivers. They talk to it through its
+inbox, and it waits for nothing else. One `stop()` drains: what runs is finished, what has not begun is released, and
+nothing new is taken. A second one aborts what runs and releases that too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.backoff import Pace
+from worker.broker import BrokerClient
+from worker.engine.interface import Delta, Engine, Event, Failed, Finished, RequestRefusedError
+from worker.jobs import Job, UnreadableJob, faulted, released, stored
+from worker.messages import Inbox, Message, Popped, PoppingEnded, StopWanted, SubmittingEnded
+from worker.popper import Popper
+from worker.status import Status
+from worker.submitter import Submitter
+
+log = logging.getLogger(__name__)
+
+# Jobs fetched beyond those that fit into the engine.
+_AHEAD = 1
+# Steps that fail as a whole, one after another, before the engine counts as broken.
+_BROKEN_AFTER = 3
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    begun: float = field(default_factory=time.monotonic)
+
+
+class Worker:
+    """Runs one engine for one broker.
+
+    Args:
+        engine: driven from the thread that calls `run`.
+        clients: makes a client; each thread gets its own.
+        pop_body: the body of every pop.
+        status: told what happens.
+        on_ready: called once, when the broker has answered the first pop.
+        pace: how long it waits where it has to.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        clients: Callable[[], BrokerClient],
+        pop_body: dict[str, Any],
+        *,
+        status: Status,
+        on_ready: Callable[[], None],
+        pace: Pace = Pace(),  # noqa: B008  frozen
+    ) -> None:
+        self._engine = engine
+        self._status = status
+        self._pace = pace
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._submitter = Submitter(clients(), inbox=self._inbox, status=status, pace=pace)
+        self._popper = Popper(
+            clients(),
+            pop_body,
+            seats=engine.max_batch + _AHEAD,
+            inbox=self._inbox,
+            status=status,
+            on_first_answer=on_ready,
+            pace=pace,
+        )
+        self._waiting: deque[Job] = deque()
+        self._running: dict[str, _Running] = {}
+        self._stops = 0
+        self._popping = True
+        self._submitting = True
+        self._failed_steps = 0
+        self._fatal: str | None = None
+
+    def stop(self) -> None:
+        """Drain; called again, hand everything back. Safe in a signal handler and from any thread."""
+        self._inbox.put(StopWanted())
+
+    def run(self) -> str | None:
+        """Work until stopped; why it ended, when that was not asked for."""
+        self._submitter.start()
+        self._popper.start()
+        while self._popping or self._running or self._waiting:
+            self._read_inbox(wait=not self._running and not self._waiting)
+            if self._stops > 1:
+                break
+            self._fill_engine()
+            if self._running:
+                self._step()
+            self._status.set_load(len(self._running), len(self._waiting))
+        self._hand_back_everything()
+        self._flush()
+        return self._fatal
+
+    def _read_inbox(self, *, wait: bool) -> None:
+        """Take in every message there is; with `wait`, at least one."""
+        try:
+            message = self._inbox.get(block=wait)
+            while True:
+                self._receive(message)
+                message = self._inbox.get(block=False)
+        except queue.Empty:
+            return
+
+    def _receive(self, message: Message) -> None:
+        match message:
+            case Popped(jobs):
+                for job in jobs:
+                    self._accept(job)
+            case PoppingEnded(fatal):
+                self._popping = False
+                if fatal is not None:
+                    self._give_up(fatal)
+            case SubmittingEnded():
+                self._submitting = False
+            case StopWanted():
+                self._stops += 1
+                self._drain() if self._stops == 1 else log.info("handing back what runs")
+
+    def _accept(self, job: Job | UnreadableJob) -> None:
+        if job.id in self._running or any(job.id == other.id for other in self._waiting):
+            # Told twice of one job: to fault or release it would take it from ourselves.
+            self._popper.free_seat()
+        elif isinstance(job, UnreadableJob):
+            log.warning("job %s cannot be read: %s", job.id, job.message)
+            self._submit_fault(job.id, 0)
+        elif self._stops or self._fatal is not None:
+            self._submitter.put(released(job.id, job.seed))
+        else:
+            self._waiting.append(job)
+
+    def _drain(self) -> None:
+        log.info(
+            "draining: %d running are finished, %d not begun are handed back", len(self._running), len(self._waiting)
+        )
+        self._status.set_state("draining", "finishing what runs; once more to hand it back")
+        self._popper.stop()
+        self._release_waiting()
+
+    def _give_up(self, reason: str) -> None:
+        """Stop for a reason of our own: as a drain, but remembered."""
+        if self._fatal is None:
+            log.error("%s", reason)
+            self._fatal = reason
+            self._status.set_state("stopping", reason)
+            self._popper.stop()
+            self._release_waiting()
+
+    def _release_waiting(self) -> None:
+        while self._waiting:
+            job = self._waiting.popleft()
+            self._submitter.put(released(job.id, job.seed))
+
+    def _fill_engine(self) -> None:
+        while self._waiting and self._engine.capacity > 0:
+            job = self._waiting.popleft()
+            try:
+                self._engine.add(job.request)
+            except RequestRefusedError as error:
+                log.warning("job %s refused: %s", job.id, error)
+                self._submit_fault(job.id, job.seed)
+            except Exception:
+                log.exception("job %s could not begin", job.id)
+                self._submit_fault(job.id, job.seed)
+            else:
+                self._running[job.id] = _Running(job)
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+        except Exception:
+            log.exception("a step of the engine failed as a whole")
+            self._after_failed_step()
+            return
+        self._failed_steps = 0
+        for event in events:
+            self._handle(event)
+
+    def _after_failed_step(self) -> None:
+        """Nobody knows who did it, so nothing that was in the engine can be trusted."""
+        for job_id, running in list(self._running.items()):
+            self._engine.abort(job_id)
+            self._submit_fault(job_id, running.job.seed)
+        self._running.clear()
+        self._failed_steps += 1
+        if self._failed_steps >= _BROKEN_AFTER:
+            self._give_up(f"the engine failed {self._failed_steps} times in a row")
+
+    def _handle(self, event: Event) -> None:
+        running = self._running.get(event.request_id)
+        if running is None:
+            return
+        match event:
+            case Delta(_, token_ids, text):
+                running.text.append(text)
+                running.token_ids += token_ids
+                self._status.add_tokens(len(token_ids))
+            case Finished():
+                del self._running[event.request_id]
+                seconds = time.monotonic() - running.begun
+                log.info("job %s finished: %d tokens in %.1f s", running.job.id, event.completion_tokens, seconds)
+                self._submitter.put(stored(running.job, "".join(running.text), running.token_ids, event))
+                self._popper.free_seat()
+            case Failed(_, message):
+                del self._running[event.request_id]
+                log.warning("job %s failed: %s", running.job.id, message)
+                self._submit_fault(running.job.id, running.job.seed)
+
+    def _submit_fault(self, job_id: str, seed: int) -> None:
+        self._status.add_failed()
+        self._submitter.put(faulted(job_id, seed))
+        self._popper.free_seat()
+
+    def _hand_back_everything(self) -> None:
+        for job_id, running in self._running.items():
+            self._engine.abort(job_id)
+            self._submitter.put(released(job_id, running.job.seed))
+        self._running.clear()
+        self._release_waiting()
+        self._status.set_load(0, 0)
+
+    def _flush(self) -> None:
+        """Wait for the last deliveries; a further stop shortens that."""
+        within = self._pace.flush if self._stops < 2 else self._pace.hurried_flush
+        self._submitter.close(within)
+        deadline = time.monotonic() + within
+        while self._submitting and (left := deadline - time.monotonic()) > 0:
+            stops = self._stops
+            with contextlib.suppress(queue.Empty):
+                self._receive(self._inbox.get(timeout=left))
+            if self._stops > max(stops, 1):
+                self._submitter.close(self._pace.hurried_flush)
+                deadline = min(deadline, time.monotonic() + self._pace.hurried_flush)
+        if lost := self._submitter.undelivered():
+            log.warning("the broker was not told about %s", ", ".join(lost))
