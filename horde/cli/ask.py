@@ -24,6 +24,9 @@ INTERRUPTED = 130
 @click.argument("prompt")
 @click.option("--model", "models", multiple=True, help="A model to take; several: any of them.  [default: any]")
 @click.option("--max-length", type=int, default=80, show_default=True, help="Tokens to generate at most.")
+@click.option(
+    "--temperature", default=0.7, show_default=True, help="0 always takes the likeliest token; 1 and more ramble."
+)
 @click.option("--n", type=int, default=1, show_default=True, help="How many texts to ask for.")
 @click.option("--broker", envvar="HORDE_BROKER", help="URL of the broker.  [default: the `horde up` of this machine]")
 @click.option("--api-key", envvar="HORDE_API_KEY", help="Your key.  [default: the local `horde up`'s, else anonymous]")
@@ -32,6 +35,7 @@ def ask(
     prompt: str,
     models: tuple[str, ...],
     max_length: int,
+    temperature: float,
     n: int,
     broker: str | None,
     api_key: str | None,
@@ -41,7 +45,7 @@ def ask(
     if prompt == "-":
         prompt = sys.stdin.read()
     url, key = find_broker(broker, api_key, settings_with(data_dir=data_dir).data_dir)
-    body: dict[str, Any] = {"prompt": prompt, "params": {"n": n, "max_length": max_length}}
+    body: dict[str, Any] = {"prompt": prompt, "params": {"n": n, "max_length": max_length, "temperature": temperature}}
     if models:
         body["models"] = list(models)
     previous = signal.signal(signal.SIGTERM, _interrupt)

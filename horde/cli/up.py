@@ -170,7 +170,7 @@ class _House:
         running = self.worker is not None and self.worker.status is None
         curl = (
             f"curl -s {url}/api/v2/generate/text/async -H 'apikey: {user.api_key}' -H 'Content-Type: application/json' "
-            f"""-d '{{"prompt": "{PROMPT}", "params": {{"max_length": 20}}}}'"""
+            f"""-d '{{"prompt": "{PROMPT}", "params": {{"max_length": 20, "temperature": 0.7}}}}'"""
         )
         _say(
             "\n".join(

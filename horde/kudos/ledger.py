@@ -60,7 +60,8 @@ def post_entry(tx: Transaction, lines: Sequence[Line], *, reason: str) -> None:
     if sum(line.amount for line in lines) != 0:
         raise ValueError("the lines of an entry sum to zero")
     tx.execute(LOCK_ACCOUNTS, {"ids": [line.account_id for line in lines], "users": [], "kinds": []})
-    _write(tx, [(uuid.uuid4(), None, line.account_id, line.amount, reason) for line in lines])
+    entry = uuid.uuid4()
+    _write(tx, [(entry, None, line.account_id, line.amount, reason) for line in lines])
 
 
 def fold_into_ledger(tx: Transaction, events: Sequence[Any]) -> None:

@@ -219,19 +219,31 @@ def check_invariants(
     with db.transaction() as tx:
         # All of it from one snapshot, however long it takes.
         tx.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        found = [_look(tx, sentence, query) for sentence, query in ALWAYS]
-        if folded:
-            found += [_look(tx, sentence, query) for sentence, query in WHEN_FOLDED]
-        if swept is not None:
-            found.append(_look(tx, *SWEPT, passes=swept))
-        found += [
-            _look(tx, "I7: no connection stays idle in transaction", IDLE),
-            _missing_requests(tx, accepted or ()),
-            _lost_submits(tx, acknowledged or {}),
-        ]
-    violations = [violation for violation in found if violation]
+        violations = find_violations(tx, acknowledged=acknowledged, accepted=accepted, folded=folded, swept=swept)
     if violations:
         raise Violation("\n".join(violations))
+
+
+def find_violations(
+    tx: Transaction,
+    *,
+    acknowledged: Mapping[uuid.UUID, str] | None = None,
+    accepted: Iterable[uuid.UUID] | None = None,
+    folded: bool = False,
+    swept: float | None = None,
+) -> list[str]:
+    """The violations as one transaction sees them; see `check_invariants`."""
+    found = [_look(tx, sentence, query) for sentence, query in ALWAYS]
+    if folded:
+        found += [_look(tx, sentence, query) for sentence, query in WHEN_FOLDED]
+    if swept is not None:
+        found.append(_look(tx, *SWEPT, passes=swept))
+    found += [
+        _look(tx, "I7: no connection stays idle in transaction", IDLE),
+        _missing_requests(tx, accepted or ()),
+        _lost_submits(tx, acknowledged or {}),
+    ]
+    return [violation for violation in found if violation]
 
 
 def _look(tx: Transaction, sentence: str, query: str, **parameters: object) -> str:
