@@ -27,8 +27,8 @@ SELECT coalesce(sum(waiting), 0)::int FROM (
 # AI Horde counts the anonymous account's concurrency by model, since strangers share it.
 COUNT_WAITING_FOR_MODELS = Prepared("""
 SELECT coalesce(sum(waiting), 0)::int FROM (
-    SELECT waiting FROM requests WHERE user_id = %(user)s AND waiting > 0 AND (models = %(models)s::text[] OR models && %(models)s::text[]) LIMIT 1000
-) AS mine
+    SELECT waiting FROM requests
+    WHERE user_id = %(user)s AND waiting > 0 AND (models = %(models)s::text[] OR models && %(models)s::text[]) LIMIT 1000) AS mine
 """)
 
 KNOWN_WORKERS = "SELECT id FROM workers WHERE id = ANY (%(workers)s::uuid[]) AND deleted_at IS NULL"

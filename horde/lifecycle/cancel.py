@@ -14,10 +14,11 @@ from horde.lifecycle.settle import Change, conclude, drop_waiting, update_reques
 from horde.lifecycle.store import Price, Pricing, Result, write_result
 from horde.lifecycle.words import CancelReason, JobState, Outcome
 
-# Before its first post, a continued job stands where the attempt before it stopped.
+# A continued job stands at first where the attempt before it stopped; only what it added itself is paid.
 READ_POSTED = """
 SELECT coalesce(progress.text, slots.prefix_text, '') AS text,
-       coalesce(cardinality(coalesce(progress.token_ids, slots.prefix_token_ids)), 0) AS tokens
+       coalesce(cardinality(progress.token_ids), 0)
+           - CASE WHEN progress.job_id IS NULL THEN 0 ELSE coalesce(cardinality(slots.prefix_token_ids), 0) END AS tokens
 FROM jobs JOIN slots ON slots.request_id = jobs.request_id AND slots.idx = jobs.slot_idx
 LEFT JOIN progress ON progress.job_id = jobs.id
 WHERE jobs.id = %(job)s

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 
 from horde.db.database import Transaction
 from horde.errors import HordeError
@@ -109,8 +110,9 @@ def _one(context: Context, work: Callable[..., T]) -> T | None:
     """One short transaction; a row that fails is logged and does not keep the rest waiting."""
     try:
         return context.database.run(work)
-    except HordeError as error:
-        log.warning("maintenance.step_failed", error=error.message)
+    except (HordeError, DBAPIError) as error:
+        # The type only: what PostgreSQL says of a refused row may hold somebody's prompt.
+        log.warning("maintenance.step_failed", error=type(error).__name__)
         return None
 
 

@@ -18,6 +18,7 @@ WORKERS_PER_USER, WORKERS_PER_TRUSTED_USER = 3, 20
 READ_WORKER = Prepared("""
 SELECT w.id, w.owner_id, w.kind, w.models, w.max_length, w.max_context_length, w.threads, w.nsfw, w.posts_progress, w.bridge_agent,
        w.maintenance, w.maintenance_message, w.last_check_in <= horde_now() - make_interval(secs => %(write_every)s) AS due,
+       w.last_check_in > horde_now() - make_interval(secs => %(online)s) AS online,
        t.recent_tokens / nullif(t.recent_seconds, 0) AS speed
 FROM workers w LEFT JOIN worker_totals t ON t.worker_id = w.id
 WHERE w.name = %(name)s AND w.deleted_at IS NULL
@@ -35,8 +36,9 @@ WHERE id = %(id)s AND deleted_at IS NULL
 # The owner's row is the lock under which two first pops count the owner's workers one after the other.
 LOCK_OWNER = "SELECT id FROM users WHERE id = %(owner)s FOR NO KEY UPDATE"
 
+# Without the worker itself: another thread of it may have come first.
 COUNT_LIVE = """
-SELECT count(*) FROM workers WHERE owner_id = %(owner)s AND deleted_at IS NULL
+SELECT count(*) FROM workers WHERE owner_id = %(owner)s AND deleted_at IS NULL AND name <> %(name)s
   AND last_check_in > horde_now() - make_interval(secs => %(online)s)
 """
 
@@ -45,7 +47,8 @@ INSERT INTO workers (id, name, kind, owner_id, created_at, last_check_in, models
                      posts_progress, bridge_agent)
 VALUES (%(id)s, %(name)s, %(kind)s, %(owner)s, horde_now(), horde_now(), %(models)s, %(max_length)s, %(max_context_length)s,
         %(threads)s, %(nsfw)s, %(posts_progress)s, %(bridge_agent)s)
-ON CONFLICT (name) WHERE deleted_at IS NULL DO NOTHING
+ON CONFLICT (name) WHERE deleted_at IS NULL DO UPDATE SET last_check_in = excluded.last_check_in
+    WHERE workers.owner_id = excluded.owner_id
 """
 
 
@@ -80,11 +83,11 @@ class CheckedIn:
 
 def read_worker(tx: Transaction, name: str) -> Any:
     """The row of a worker by its name, or None."""
-    return tx.execute(READ_WORKER, {"name": name, "write_every": WRITE_EVERY}).one_or_none()
+    return tx.execute(READ_WORKER, {"name": name, "write_every": WRITE_EVERY, "online": ONLINE_SECONDS}).one_or_none()
 
 
 def check_in(tx: Transaction, owner_id: int, announcement: Announcement) -> CheckedIn | None:
-    """Check in a worker that is registered; None when its name is not.
+    """Check in a worker that is online; None when it is new or has been away, and must be registered first.
 
     Raises:
         HordeError: 403 `WrongCredentials` when the name is somebody else's, 400 `PolymorphicNameConflict` when it serves
@@ -99,6 +102,8 @@ def check_in(tx: Transaction, owner_id: int, announcement: Announcement) -> Chec
         raise bad_request(
             f"This name is in use by a worker of kind {row.kind}.", rc="PolymorphicNameConflict", field="name"
         )
+    if not row.online:
+        return None
     columns = announcement.columns()
     if row.due or any(getattr(row, name) != value for name, value in columns.items() if name != "name"):
         tx.execute(CHECK_IN, {**columns, "id": row.id, "online": ONLINE_SECONDS})
@@ -106,14 +111,17 @@ def check_in(tx: Transaction, owner_id: int, announcement: Announcement) -> Chec
 
 
 def register(tx: Transaction, owner_id: int, announcement: Announcement, *, trusted: bool, limited: bool) -> None:
-    """Register a worker at its first pop, in a transaction of its own; a name that somebody else took meanwhile stays theirs.
+    """Register a worker at its first pop, or admit one that comes back, in a transaction of its own.
+
+    A name that somebody else took meanwhile stays theirs.
 
     Raises:
         HordeError: 403 `TooManyWorkers` or `TooManyWorkersTrusted` when the owner has as many online as allowed.
     """
     tx.execute(LOCK_OWNER, {"owner": owner_id})
     if limited:
-        live = tx.execute(COUNT_LIVE, {"owner": owner_id, "online": ONLINE_SECONDS}).scalar_one()
+        who = {"owner": owner_id, "name": announcement.name, "online": ONLINE_SECONDS}
+        live = tx.execute(COUNT_LIVE, who).scalar_one()
         most = WORKERS_PER_TRUSTED_USER if trusted else WORKERS_PER_USER
         if live >= most:
             raise too_many_workers(most, trusted=trusted)

@@ -41,8 +41,10 @@ ON CONFLICT (worker_id) DO UPDATE SET claimed = t.claimed + excluded.claimed, fu
 
 ADD_USER_TOTALS = """
 INSERT INTO user_totals AS t (user_id, requests, results, tokens, spent, fulfilled, tokens_generated, earned)
-SELECT * FROM unnest(%(ids)s::bigint[], %(requests)s::bigint[], %(results)s::bigint[], %(tokens)s::bigint[], %(spent)s::bigint[],
-                     %(fulfilled)s::bigint[], %(tokens_generated)s::bigint[], %(earned)s::bigint[]) AS new (id, requests, results, tokens, spent, fulfilled, tokens_generated, earned)
+SELECT id, requests, results, tokens, spent, fulfilled, tokens_generated, earned
+FROM unnest(%(ids)s::bigint[], %(requests)s::bigint[], %(results)s::bigint[], %(tokens)s::bigint[], %(spent)s::bigint[],
+            %(fulfilled)s::bigint[], %(tokens_generated)s::bigint[], %(earned)s::bigint[])
+     AS new (id, requests, results, tokens, spent, fulfilled, tokens_generated, earned)
 ORDER BY id
 ON CONFLICT (user_id) DO UPDATE SET requests = t.requests + excluded.requests, results = t.results + excluded.results,
     tokens = t.tokens + excluded.tokens, spent = t.spent + excluded.spent, fulfilled = t.fulfilled + excluded.fulfilled,

@@ -29,6 +29,8 @@ LOOK_AGAIN = 5.0
 # and asks this often whether its client is still there.
 CLIENT_CHECK = 1.0
 
+LOCK_KEY = "SELECT pg_advisory_xact_lock(hashtextextended(%(key)s, 7001))"
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -74,6 +76,10 @@ class Popped:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 
+class _ClaimedMeanwhile(Exception):  # noqa: N818 not an error: the same pop was sent twice and the other was first
+    """Roll back and answer what the other one claimed."""
+
+
 def pop_text(context: Context, api_key: str, offer: Offer, *, client_gone: Callable[[], bool]) -> Popped:
     """Claim the first request that this worker may take.
 
@@ -87,11 +93,14 @@ def pop_text(context: Context, api_key: str, offer: Offer, *, client_gone: Calla
     claimant = Claimant(
         worker.id, worker_name(offer.name), user.id, claim_key=offer.idempotency_key, bridge_agent=offer.bridge_agent
     )
-    if offer.idempotency_key is not None:
-        again = context.database.read(lambda tx: claimed_under(tx, worker.id, str(offer.idempotency_key)))
-        if again:
-            return Popped([PoppedJob(job.id, job.model, job.ttl, job.payload, job.seed, job.slot) for job in again])
-    jobs = _claim_or_wait(context, offer, popper, claimant, worker.speed, client_gone)
+    jobs = _held_under_key(context, claimant)
+    if not jobs:
+        try:
+            jobs = _claim_or_wait(context, offer, popper, claimant, worker.speed, client_gone)
+        except _ClaimedMeanwhile:
+            jobs = []
+        # Another pop with this key may have claimed while this one looked: its jobs are this one's answer too.
+        jobs = jobs or _held_under_key(context, claimant)
     if jobs:
         return Popped(list(jobs))
     if worker.maintenance:
@@ -198,11 +207,24 @@ def _wait(woken: Any, until: float, client_gone: Callable[[], bool]) -> None:
 def _take(
     tx: Transaction, context: Context, candidate: Candidate, offer: Offer, claimant: Claimant, speed: float | None
 ) -> Sequence[PoppedJob]:
+    if claimant.claim_key is not None:
+        # A second pop with this key, sent while the first still runs, waits here and then finds what that one claimed.
+        tx.execute(LOCK_KEY, {"key": f"{claimant.id}:{claimant.claim_key}"})
+        if claimed_under(tx, claimant.id, claimant.claim_key):
+            raise _ClaimedMeanwhile
     common = [model for model in offer.models if not candidate.models or model in candidate.models]
     model = random.choice(common)  # noqa: S311 any of them will do
     lease = context.terms.lease(max_length=candidate.max_length, tokens_per_second=speed, posts_progress=False)
     jobs = claim(tx, candidate.request_id, claimant, model=model, lease=lease, count=offer.amount)
     return [PoppedJob(job.id, model, job.lease, candidate.payload, job.seed, job.slot) for job in jobs]
+
+
+def _held_under_key(context: Context, claimant: Claimant) -> Sequence[PoppedJob]:
+    key = claimant.claim_key
+    if key is None:
+        return []
+    held = context.database.read(lambda tx: claimed_under(tx, claimant.id, key))
+    return [PoppedJob(job.id, job.model, job.ttl, job.payload, job.seed, job.slot) for job in held]
 
 
 def _hand_back(context: Context, jobs: Sequence[PoppedJob]) -> None:

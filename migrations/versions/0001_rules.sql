@@ -13,8 +13,9 @@ DECLARE
     outage record;
     ending timestamptz := until;
 BEGIN
-    FOR outage IN SELECT o.begun, o.ended FROM outages o
-                  WHERE o.begun >= without_outages.begun AND o.begun <= horde_now() ORDER BY o.begun LOOP
+    -- An outage is on record from the last heartbeat before it: a term that began in those last seconds suffered it as well.
+    FOR outage IN SELECT greatest(o.begun, without_outages.begun) AS begun, o.ended FROM outages o
+                  WHERE o.ended > without_outages.begun AND o.begun <= horde_now() ORDER BY o.begun LOOP
         EXIT WHEN outage.begun > ending;
         ending := greatest(ending + (outage.ended - outage.begun), outage.ended + interval '60 seconds');
     END LOOP;
