@@ -129,6 +129,9 @@ def open_broker(url: str, **settings: Any) -> Iterator[Broker]:
     chosen = Settings(**{"database_url": url, "database_pool": 24, "rate_limits": "on", **settings})
     context = Context.create(chosen)
     try:
-        yield Broker(context, World(context.database, context.terms))
+        world = World(context.database, context.terms)
+        # As a broker does when it starts: the time before it is no outage of a job that is claimed later.
+        world.beat()
+        yield Broker(context, world)
     finally:
         context.close()
