@@ -9,14 +9,16 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
-import migrations
 from horde.db.database import sqlalchemy_url
+
+# Beside the package, in a checkout as in an installation; not imported, since its environment imports our tables.
+MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
 
 def config(url: str) -> Config:
     """Alembic's configuration for the database at `url`."""
     found = Config()
-    found.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    found.set_main_option("script_location", str(MIGRATIONS))
     found.attributes["url"] = sqlalchemy_url(url)
     return found
 
