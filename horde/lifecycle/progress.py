@@ -8,12 +8,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from horde.db.database import Transaction
 from horde.lifecycle.terms import PROGRESS_LEASE
 
 LOCK_JOBS = """
-SELECT id, state, stored_by_cancel FROM jobs WHERE id = ANY (%(jobs)s::uuid[]) AND owner_id = %(owner)s ORDER BY id FOR UPDATE
+SELECT id, state, stored_by_cancel, posts_progress FROM jobs
+WHERE id = ANY (%(jobs)s::uuid[]) AND owner_id = %(owner)s ORDER BY id FOR UPDATE
 """
 
 RENEW = """
@@ -65,10 +67,13 @@ class Progressed:
 def post_progress(
     tx: Transaction, owner_id: int, chunks: Sequence[Chunk], *, lease: int = PROGRESS_LEASE
 ) -> list[Progressed]:
-    """Take what is new of each chunk and renew the leases; repeats, reordering and gaps change nothing."""
+    """Take what is new of each chunk and renew the leases; repeats, reordering and gaps change nothing.
+
+    A job claimed without `posts_progress` keeps its lease, and nothing of it is taken.
+    """
     jobs = [chunk.job_id for chunk in chunks]
     found = {row.id: row for row in tx.execute(LOCK_JOBS, {"jobs": jobs, "owner": owner_id})}
-    running = [job for job in jobs if job in found and found[job].state == "processing"]
+    running = [job for job in jobs if job in found and found[job].state == "processing" and found[job].posts_progress]
     if running:
         tx.execute(RENEW, {"jobs": running, "lease": lease})
     answers = []
@@ -76,10 +81,7 @@ def post_progress(
         if chunk.job_id in running:
             answers.append(Progressed(chunk.job_id, accepted=_append(tx, chunk), ttl=lease))
         else:
-            row = found.get(chunk.job_id)
-            answers.append(
-                Progressed(chunk.job_id, stop=_why_stop(row.state, row.stored_by_cancel) if row else "stale")
-            )
+            answers.append(Progressed(chunk.job_id, stop=_why_stop(found.get(chunk.job_id))))
     return answers
 
 
@@ -95,7 +97,12 @@ def _append(tx: Transaction, chunk: Chunk) -> int:
     return accepted + len(fresh)
 
 
-def _why_stop(state: str, stored_by_cancel: bool) -> str:
-    if state == "stored" and stored_by_cancel:
+def _why_stop(job: Any) -> str | None:
+    if job is None:
+        return "stale"
+    if job.state == "processing":
+        # Claimed without the promise to post: its lease is a long one already, and nobody reads what is posted.
+        return None
+    if job.state == "stored" and job.stored_by_cancel:
         return "cancelled"
-    return state if state in {"voided", "rejected"} else "stale"
+    return str(job.state) if job.state in {"voided", "rejected"} else "stale"

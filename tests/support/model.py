@@ -304,9 +304,10 @@ class Model:
             if job.state == "stored":
                 return 0, "cancelled" if job.by_cancel else "stale"
             return 0, job.state if job.state in {"voided", "rejected"} else "stale"
-        if job.posts_progress:
-            job.started_at = self.now if job.started_at is None else job.started_at
-            job.lease_begun, job.lease_end = self.now, self.now + PROGRESS_LEASE
+        if not job.posts_progress:
+            return 0, None
+        job.started_at = self.now if job.started_at is None else job.started_at
+        job.lease_begun, job.lease_end = self.now, self.now + PROGRESS_LEASE
         held = request.slots[job.slot].prefix if job.posted is None else job.posted
         job.posted = max(held, offset + count) if offset <= held else held
         return job.posted, None
@@ -391,8 +392,9 @@ class Model:
         self._finish(request)
 
     def _store_posted(self, request: Request, job: Job) -> None:
-        posted = request.slots[job.slot].prefix if job.posted is None else job.posted
-        price, reward = (PRICE, REWARD) if posted else (0, 0)
+        prefix = request.slots[job.slot].prefix
+        posted = prefix if job.posted is None else job.posted
+        price, reward = (PRICE, REWARD) if posted > prefix else (0, 0)
         self._store(request, job, stream(job.slot, posted), price, reward)
         job.by_cancel = True
         request.events.append(("stored", "cancelled", None, price, reward))
