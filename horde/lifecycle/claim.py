@@ -47,11 +47,21 @@ unfolded AS (INSERT INTO events_unfolded (event_id) SELECT id FROM event)
 SELECT job.id, slot.idx, slot.seed, slot.prefix_token_ids, slot.prefix_text FROM job JOIN slot ON slot.idx = job.slot_idx ORDER BY slot.idx
 """)
 
+# By id, like everybody who wants several jobs; whoever hands undelivered jobs back meanwhile waits here, or is waited for.
+LOCK_CLAIMED_UNDER = """
+SELECT id FROM jobs WHERE worker_id = %(worker)s AND claim_key = %(key)s AND state = 'processing' ORDER BY id FOR UPDATE
+"""
+
+FETCH_AGAIN = """
+UPDATE jobs j SET refetched = true
+FROM slots s, requests r
+WHERE j.id = ANY (%(jobs)s::uuid[]) AND j.state = 'processing'
+  AND s.request_id = j.request_id AND s.idx = j.slot_idx AND r.id = j.request_id
+RETURNING j.id, j.model, j.ttl, j.slot_idx, s.seed, r.payload
+"""
+
 CLAIMED_UNDER = """
-SELECT j.id, j.model, j.ttl, j.slot_idx, s.seed, r.payload
-FROM jobs j JOIN slots s ON s.request_id = j.request_id AND s.idx = j.slot_idx JOIN requests r ON r.id = j.request_id
-WHERE j.worker_id = %(worker)s AND j.claim_key = %(key)s AND j.state = 'processing'
-ORDER BY j.slot_idx
+SELECT EXISTS (SELECT FROM jobs WHERE worker_id = %(worker)s AND claim_key = %(key)s AND state = 'processing')
 """
 
 
@@ -97,9 +107,20 @@ class HeldJob:
     payload: dict[str, Any]
 
 
-def claimed_under(tx: Transaction, worker_id: uuid.UUID, key: str) -> list[HeldJob]:
-    """What this worker's pop with this `Idempotency-Key` claimed and still holds: its answer was lost on the way."""
-    rows = tx.execute(CLAIMED_UNDER, {"worker": worker_id, "key": key})
+def is_claimed_under(tx: Transaction, worker_id: uuid.UUID, key: str) -> bool:
+    """Whether this worker still holds what a pop with this `Idempotency-Key` claimed."""
+    return bool(tx.execute(CLAIMED_UNDER, {"worker": worker_id, "key": key}).scalar_one())
+
+
+def fetch_again(tx: Transaction, worker_id: uuid.UUID, key: str) -> list[HeldJob]:
+    """What this worker's pop with this `Idempotency-Key` claimed and still holds: its answer was lost on the way.
+
+    The jobs are marked, so that the first call, which may only now notice that its client has gone, does not hand them back.
+    """
+    jobs = tx.execute(LOCK_CLAIMED_UNDER, {"worker": worker_id, "key": key}).scalars()
+    if not jobs:
+        return []
+    rows = sorted(tx.execute(FETCH_AGAIN, {"jobs": jobs}), key=lambda row: int(row.slot_idx))
     return [HeldJob(row.id, row.model, row.ttl, row.slot_idx, row.seed, row.payload) for row in rows]
 
 

@@ -36,6 +36,14 @@ RETURNING extract(epoch FROM horde_now() - claimed_at) * 1000 AS run_ms
 """
 
 
+# From the pop itself, whose client hung up while it claimed; unless a pop with the same key has been given the job since.
+RELEASE_UNDELIVERED = """
+UPDATE jobs SET state = %(state)s, settled_at = horde_now(), reason = %(reason)s
+WHERE id = %(job)s AND state = 'processing' AND NOT refetched
+RETURNING extract(epoch FROM horde_now() - claimed_at) * 1000 AS run_ms
+"""
+
+
 def release(tx: Transaction, job_id: uuid.UUID, *, pricing: Pricing, key: str | None = None) -> Settlement:
     """A worker hands its job back."""
     return _release(tx, job_id, SETTLE_JOB, "handed_back", pricing=pricing, key=key)
@@ -44,6 +52,11 @@ def release(tx: Transaction, job_id: uuid.UUID, *, pricing: Pricing, key: str | 
 def release_unstarted(tx: Transaction, job_id: uuid.UUID, *, pricing: Pricing) -> Settlement:
     """Maintenance found a claim that never started; asked again in the statement that changes the job."""
     return _release(tx, job_id, RELEASE_UNSTARTED, "not_started", pricing=pricing, key=None)
+
+
+def release_undelivered(tx: Transaction, job_id: uuid.UUID, *, pricing: Pricing) -> Settlement:
+    """Nobody reads the answer that this job was to go out with."""
+    return _release(tx, job_id, RELEASE_UNDELIVERED, "not_delivered", pricing=pricing, key=None)
 
 
 def _release(

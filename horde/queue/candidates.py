@@ -64,7 +64,7 @@ FROM w, LATERAL (
     SELECT first.request_id FROM unnest(%(queue_models)s::text[]) AS offered (model), LATERAL (
         SELECT q.rank, q.request_id FROM queue q WHERE q.kind = %(kind)s AND q.model = offered.model
         ORDER BY q.rank, q.request_id LIMIT %(depth)s) first
-    ORDER BY first.rank LIMIT %(depth)s) ahead
+    GROUP BY first.request_id ORDER BY min(first.rank) LIMIT %(depth)s) ahead
 JOIN requests r ON r.id = ahead.request_id
 GROUP BY 1
 """)
@@ -80,12 +80,10 @@ class Popper:
     """
 
     worker_id: uuid.UUID
-    owner_id: int
     kind: str
     models: Sequence[str]
     max_length: int
     max_context_length: int
-    maintenance: bool
     trusted: bool
     speed: float | None
     friends: Sequence[int] = field(default_factory=list)
@@ -94,13 +92,11 @@ class Popper:
         """By the names of the statements above."""
         return {
             "worker": self.worker_id,
-            "owner": self.owner_id,
             "kind": self.kind,
             "models": list(self.models),
             "queue_models": [*dict.fromkeys(self.models), ANY_MODEL],
             "max_length": self.max_length,
             "max_context_length": self.max_context_length,
-            "maintenance": self.maintenance,
             "trusted": self.trusted,
             "speed": self.speed,
             "friends": list(self.friends),

@@ -38,9 +38,10 @@ MAY_RETRY = f"""(NOT w.id = ANY (r.tried_workers) OR NOT EXISTS (
       AND o.last_check_in > horde_now() - interval '{ONLINE_SECONDS} seconds'
       AND {SERVES_MODEL.replace("w.", "o.")} AND {CAN_SERVE.replace("w.", "o.")}))"""
 
-# A pop's own words: its list of models counts, not the one of the worker's last check-in.
+# A pop's own words: its list of models counts, not the one of the worker's last check-in. Whether the worker is paused or
+# deleted is asked of its row each time: a long poll would know it as it was when it began.
 OFFER = """
-SELECT %(worker)s::uuid AS id, %(owner)s::bigint AS owner_id, %(models)s::text[] AS models, %(max_length)s::int AS max_length,
-       %(max_context_length)s::int AS max_context_length, %(maintenance)s::bool AS maintenance, %(trusted)s::bool AS trusted,
-       %(speed)s::float AS speed
+SELECT id, owner_id, maintenance, %(models)s::text[] AS models, %(max_length)s::int AS max_length,
+       %(max_context_length)s::int AS max_context_length, %(trusted)s::bool AS trusted, %(speed)s::float AS speed
+FROM workers WHERE id = %(worker)s AND deleted_at IS NULL
 """

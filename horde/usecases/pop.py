@@ -7,16 +7,18 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from horde.admission.keys import User, authenticate, require_registered
 from horde.db.database import Transaction
 from horde.errors import bad_request, forbidden, unavailable
-from horde.lifecycle.claim import Claimant, claim, claimed_under
-from horde.lifecycle.release import release
+from horde.lifecycle.claim import Claimant, claim, fetch_again, is_claimed_under
+from horde.lifecycle.release import release_undelivered
 from horde.lifecycle.words import Kind
 from horde.queue.candidates import Candidate, Popper, claim_first, count_skipped
+from horde.queue.wakeup import Waiter
 from horde.registry.check_in import Announcement, CheckedIn, check_in, register
 from horde.registry.names import worker_name
 from horde.usecases.context import Context
@@ -28,6 +30,9 @@ LONGEST_WAIT = 25.0
 LOOK_AGAIN = 5.0
 # and asks this often whether its client is still there.
 CLIENT_CHECK = 1.0
+MOST_USEFUL_POLLS = 8
+# Index ranges that one pop may look at: its friends times its models.
+MOST_RANGES = 1000
 
 LOCK_KEY = "SELECT pg_advisory_xact_lock(hashtextextended(%(key)s, 7001))"
 
@@ -143,15 +148,13 @@ def _check_in(context: Context, api_key: str, offer: Offer) -> tuple[User, Check
         raise unavailable("This worker was deleted at this very moment; try again.")
     popper = Popper(
         worker_id=worker.id,
-        owner_id=user.id,
         kind=Kind.TEXT,
         models=models,
         max_length=offer.max_length,
         max_context_length=offer.max_context_length,
-        maintenance=worker.maintenance,
         trusted=user.trusted,
         speed=worker.speed,
-        friends=_friends(user, offer.priority_usernames),
+        friends=_friends(user, offer.priority_usernames)[: max(1, MOST_RANGES // len(models))],
     )
     return user, worker, popper
 
@@ -183,12 +186,19 @@ def _claim_or_wait(
         return _take(tx, context, candidate, offer, claimant, speed)
 
     until = time.monotonic() + min(offer.wait, LONGEST_WAIT)
-    with context.wakeups.place() as may_wait, context.wakeups.waiting(popper.kind, popper.models) as woken:
+    with ExitStack() as waits:
+        may_wait = offer.wait > 0 and waits.enter_context(context.wakeups.place(_shares(context, offer, claimant)))
+        woken = waits.enter_context(context.wakeups.waiting(popper.kind, popper.models))
         while True:
             if client_gone() or context.wakeups.closed:
                 return []
-            woken.clear()
-            jobs = claim_first(context.database, popper, take)
+            told = woken.take()
+            jobs: Sequence[PoppedJob] = []
+            try:
+                jobs = claim_first(context.database, popper, take)
+            finally:
+                if not jobs:
+                    context.wakeups.pass_on(woken, told)
             if jobs and client_gone():
                 _hand_back(context, jobs)
                 return []
@@ -197,7 +207,15 @@ def _claim_or_wait(
             _wait(woken, until, client_gone)
 
 
-def _wait(woken: Any, until: float, client_gone: Callable[[], bool]) -> None:
+def _shares(context: Context, offer: Offer, claimant: Claimant) -> dict[object, int]:
+    """How many places a worker and its owner may hold: a few more than the worker has use for, and a quarter of all."""
+    return {
+        ("worker", claimant.id): min(offer.threads, MOST_USEFUL_POLLS) + 2,
+        ("owner", claimant.owner_id): max(2, context.settings.max_waiting_polls // 4),
+    }
+
+
+def _wait(woken: Waiter, until: float, client_gone: Callable[[], bool]) -> None:
     again = min(until, time.monotonic() + LOOK_AGAIN * random.uniform(0.8, 1.2))  # noqa: S311 jitter
     while (left := again - time.monotonic()) > 0:
         if woken.wait(min(left, CLIENT_CHECK)) or client_gone():
@@ -210,7 +228,7 @@ def _take(
     if claimant.claim_key is not None:
         # A second pop with this key, sent while the first still runs, waits here and then finds what that one claimed.
         tx.execute(LOCK_KEY, {"key": f"{claimant.id}:{claimant.claim_key}"})
-        if claimed_under(tx, claimant.id, claimant.claim_key):
+        if is_claimed_under(tx, claimant.id, claimant.claim_key):
             raise _ClaimedMeanwhile
     common = [model for model in offer.models if not candidate.models or model in candidate.models]
     model = random.choice(common)  # noqa: S311 any of them will do
@@ -223,12 +241,12 @@ def _held_under_key(context: Context, claimant: Claimant) -> Sequence[PoppedJob]
     key = claimant.claim_key
     if key is None:
         return []
-    held = context.database.read(lambda tx: claimed_under(tx, claimant.id, key))
+    held = context.database.run(lambda tx: fetch_again(tx, claimant.id, key))
     return [PoppedJob(job.id, job.model, job.ttl, job.payload, job.seed, job.slot) for job in held]
 
 
 def _hand_back(context: Context, jobs: Sequence[PoppedJob]) -> None:
     """The caller hung up while we claimed: nobody will read the answer, so the jobs go back at once, without blame."""
     for job in jobs:
-        settlement = context.database.run(functools.partial(release, job_id=job.id, pricing=price_result))
+        settlement = context.database.run(functools.partial(release_undelivered, job_id=job.id, pricing=price_result))
         context.wakeups.announce(settlement.waits_for)

@@ -341,6 +341,7 @@ def upgrade() -> None:
         sa.Column("bridge_agent", sa.Text(), server_default="unknown:0:unknown", nullable=False),
         sa.Column("posts_progress", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("claim_key", sa.Text(), nullable=True),
+        sa.Column("refetched", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.Column("claimed_at", postgresql.TIMESTAMP(timezone=True), nullable=False),
         sa.Column("lease_begun", postgresql.TIMESTAMP(timezone=True), nullable=False),
         sa.Column("lease_end", postgresql.TIMESTAMP(timezone=True), nullable=False),

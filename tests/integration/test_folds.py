@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Iterator
 
 import pytest
+from sqlalchemy.exc import ProgrammingError
 
 from horde.db.database import Transaction
 from horde.kudos.ledger import APPEND_LINES
 from horde.maintenance import folds
 from horde.maintenance.folds import BATCH, fold, fold_batch
 from horde.statistics.fold import ADD_ABORT_HOURS, ADD_USER_TOTALS, ADD_WORKER_TOTALS, CLAIM_UNFOLDED
+from horde.usecases.horde_status import list_models
 from tests.support.broker import Broker, open_broker
 from tests.support.concurrency import Stage, together
 from tests.support.invariants import check_invariants
@@ -265,31 +268,213 @@ def test_a_worker_that_was_deleted_leaves_its_payments_and_no_figures_of_nobody(
     check_invariants(broker.context.database, folded=True)
 
 
+# --- speed
+
+STORED = """WITH event AS (
+    INSERT INTO events (at, kind, request_kind, request_id, job_id, user_id, worker_id, worker_name, owner_id, model, tokens,
+                        timings)
+    SELECT horde_now(), 'stored', 'text', gen_random_uuid(), gen_random_uuid(), 0, w.id, 'worker', w.owner_id, 'm', %(tokens)s,
+           %(timings)s
+    FROM workers w, generate_series(1, %(jobs)s) WHERE w.id = %(worker)s RETURNING id)
+INSERT INTO events_unfolded (event_id) SELECT id FROM event"""
+
+SPEED = "SELECT speed FROM worker_offers WHERE id = %(id)s"
+
+
+def ran(broker: Broker, worker: uuid.UUID, *, seconds: float, jobs: int, tokens: int = 100) -> None:
+    """The worker has stored so many results of `tokens` tokens, each in `seconds`."""
+    ran_with(broker, worker, f'{{"run_ms": {round(1000 * seconds)}}}', jobs=jobs, tokens=tokens)
+
+
+def ran_with(broker: Broker, worker: uuid.UUID, timings: str | None, *, jobs: int = 1, tokens: int = 100) -> None:
+    with broker.context.database.transaction() as tx:
+        tx.execute(STORED, {"worker": worker, "timings": timings, "jobs": jobs, "tokens": tokens})
+
+
+def assert_everything_is_shown(broker: Broker, key: str) -> None:
+    """Every read that a worker's speed goes into answers."""
+    request = broker.order()
+    broker.status(request)
+    broker.find_user(key)
+    list_models(broker.context, "text")
+    broker.worker()
+    broker.submit(key, broker.job(key).id)
+
+
 def test_a_speed_remembers_the_last_jobs_more_than_the_first(broker: Broker, key: str) -> None:
     worker = broker.worker_id(key)
-    event = """WITH event AS (
-        INSERT INTO events (at, kind, request_kind, request_id, job_id, user_id, worker_id, worker_name, owner_id, model, tokens,
-                            timings)
-        SELECT horde_now(), 'stored', 'text', gen_random_uuid(), gen_random_uuid(), 0, %(worker)s, 'worker', w.owner_id, 'm', 100,
-               %(timings)s
-        FROM workers w WHERE w.id = %(worker)s RETURNING id)
-    INSERT INTO events_unfolded (event_id) SELECT id FROM event"""
-
-    def run(seconds: int, jobs: int) -> None:
-        for _ in range(jobs):
-            with broker.context.database.transaction() as tx:
-                tx.execute(event, {"worker": worker, "timings": f'{{"run_ms": {1000 * seconds}}}'})
-
-    run(10, 10)
+    ran(broker, worker, seconds=10, jobs=10)
     fold(broker.context)
-    speed = "SELECT speed FROM worker_offers WHERE id = %(id)s"
-    assert broker.world.scalar(speed, id=worker) == pytest.approx(10)
+    assert broker.world.scalar(SPEED, id=worker) == pytest.approx(10)
     # Ten times faster from now on: after ten such jobs the old ones weigh a third, however the folds cut them.
-    run(1, 4)
+    ran(broker, worker, seconds=1, jobs=4)
     fold(broker.context)
-    run(1, 6)
+    ran(broker, worker, seconds=1, jobs=6)
     fold(broker.context)
     kept = 0.9**10
     seconds = sum(0.9**i for i in range(10)) * (10 * kept + 1)
     tokens = 100 * sum(0.9**i for i in range(10)) * (kept + 1)
-    assert broker.world.scalar(speed, id=worker) == pytest.approx(tokens / seconds)
+    assert broker.world.scalar(SPEED, id=worker) == pytest.approx(tokens / seconds)
+
+
+def test_empty_results_say_nothing_about_a_speed(broker: Broker, key: str) -> None:
+    worker = broker.worker_id(key)
+    ran(broker, worker, seconds=10, jobs=5)
+    ran(broker, worker, seconds=300, jobs=5, tokens=0)
+    assert broker.worker().performance == "10.0 tokens per second"
+    fold(broker.context)
+    ran(broker, worker, seconds=300, jobs=5, tokens=0)
+    fold(broker.context)
+    assert broker.world.scalar(SPEED, id=worker) == pytest.approx(10)
+    assert broker.worker().performance == "10.0 tokens per second"
+    assert broker.worker().requests_fulfilled == 15
+
+
+def test_ten_thousand_empty_results_of_one_worker_stop_no_fold(broker: Broker, key: str) -> None:
+    worker = broker.worker_id(key)
+    ran(broker, worker, seconds=10, jobs=1)
+    for _ in range(2):
+        ran(broker, worker, seconds=0.2, jobs=5000, tokens=0)
+        fold(broker.context)
+        assert unfolded(broker) == 0
+    assert broker.world.scalar("SELECT fulfilled FROM worker_totals") == 10_001
+    assert broker.world.scalar(SPEED, id=worker) == pytest.approx(10)
+    assert_everything_is_shown(broker, key)
+
+
+def test_ten_thousand_results_of_one_worker_make_a_speed(broker: Broker, key: str) -> None:
+    worker = broker.worker_id(key)
+    for seconds in (4, 2):
+        ran(broker, worker, seconds=seconds, jobs=5000)
+        fold(broker.context)
+        assert broker.world.scalar(SPEED, id=worker) == pytest.approx(100 / seconds)
+    assert_everything_is_shown(broker, key)
+
+
+@pytest.mark.parametrize("tokens", ["5e-324", "1e-310", "1e-7", "0", "-1", "1e308", "'Infinity'", "'NaN'"])
+@pytest.mark.parametrize("seconds", ["5e-324", "1e-310", "1e-7", "0", "-1", "1e308", "'Infinity'", "'NaN'"])
+def test_no_figure_of_a_worker_makes_a_read_or_the_fold_fail(
+    broker: Broker, key: str, tokens: str, seconds: str
+) -> None:
+    worker = broker.worker_id(key)
+    with broker.context.database.transaction() as tx:
+        tx.execute(
+            "INSERT INTO worker_totals (worker_id, recent_tokens, recent_seconds) "
+            f"VALUES (%(worker)s, {tokens}, {seconds})",
+            {"worker": worker},
+        )
+    assert broker.world.scalar(SPEED, id=worker) is None
+    assert_everything_is_shown(broker, key)
+    # What such a row remembers is forgotten with the next job.
+    ran(broker, worker, seconds=10, jobs=1000)
+    fold(broker.context)
+    assert unfolded(broker) == 0
+    assert broker.world.scalar(SPEED, id=worker) == pytest.approx(10, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "timings",
+    [None, "{}", "[]", "7", '{"run_ms": "soon"}', '{"run_ms": null}', '{"run_ms": -5}', '{"run_ms": [1]}', '{"run_ms": 1e400}'],
+)
+def test_no_timings_of_a_job_make_a_read_or_the_fold_fail(broker: Broker, key: str, timings: str | None) -> None:
+    worker = broker.worker_id(key)
+    ran_with(broker, worker, timings)
+    assert_everything_is_shown(broker, key)
+    fold(broker.context)
+    assert unfolded(broker) == 0
+    assert_everything_is_shown(broker, key)
+
+
+# --- an event that cannot be folded
+
+SET_ASIDE = "SELECT event_id, error FROM events_set_aside ORDER BY event_id"
+
+# (columns of an event that no fold can count, what PostgreSQL or Python says of it)
+BAD_EVENTS = {
+    "of a user who is not there": ("'enqueued', 999999, NULL, 0, 0", "IntegrityError"),
+    "paid by a user who is not there": ("'enqueued', 999999, NULL, 100, 0", "KeyError"),
+    "earned by nobody": ("'stored', 0, NULL, 200, 100", "KeyError"),
+    "of an amount that no balance holds": ("'stored', 0, %(owner)s, 9223372036854775807, 9223372036854775807", "DataError"),
+}
+
+
+def bad_event(broker: Broker, key: str, what: str) -> int:
+    """An event that cannot be folded; its id."""
+    owner = broker.world.scalar("SELECT id FROM users WHERE name = 'owner'")
+    with broker.context.database.transaction() as tx:
+        return int(
+            tx.execute(
+                f"""WITH event AS (
+                INSERT INTO events (at, request_kind, request_id, model, kind, user_id, owner_id, price, reward)
+                SELECT horde_now(), 'text', gen_random_uuid(), 'm', {BAD_EVENTS[what][0]} RETURNING id)
+                INSERT INTO events_unfolded (event_id) SELECT id FROM event RETURNING event_id""",
+                {"owner": owner},
+            ).scalar_one()
+        )
+
+
+@pytest.mark.parametrize("what", BAD_EVENTS)
+def test_an_event_that_cannot_be_folded_is_set_aside_and_the_others_are_folded(
+    broker: Broker, key: str, what: str
+) -> None:
+    live(broker, key, rounds=3)
+    bad = bad_event(broker, key, what)
+    live(broker, key, rounds=3)
+    waiting = unfolded(broker)
+
+    assert fold(broker.context) == waiting - 1
+
+    assert broker.world.rows("SELECT event_id FROM events_unfolded") == [(bad,)]
+    assert broker.world.rows(SET_ASIDE) == [(bad, BAD_EVENTS[what][1])]
+    assert broker.world.scalar("SELECT count(*) FROM ledger WHERE event_id = %(id)s", id=bad) == 0
+    fulfilled = broker.world.scalar("SELECT count(*) FROM events WHERE kind = 'stored' AND worker_id IS NOT NULL")
+    assert broker.world.scalar("SELECT sum(fulfilled) FROM worker_totals") == fulfilled == 12
+
+
+def test_an_event_set_aside_is_not_tried_again_until_it_is_taken_back(broker: Broker, key: str) -> None:
+    bad = bad_event(broker, key, "of a user who is not there")
+    assert fold(broker.context) == 0
+    live(broker, key)
+    waiting = unfolded(broker)
+    assert fold(broker.context) == waiting - 1
+    assert fold(broker.context) == 0
+    assert unfolded(broker) == 1
+
+    # Whoever has mended the cause says so.
+    with broker.context.database.transaction() as tx:
+        tx.execute("INSERT INTO users (id, name, key_hash, created_at) VALUES (999999, 'late', 'h', horde_now())")
+        tx.execute("DELETE FROM events_set_aside WHERE event_id = %(id)s", {"id": bad})
+    assert fold(broker.context) == 1
+    assert unfolded(broker) == 0
+    assert_folded_once(broker)
+
+
+def test_many_events_that_cannot_be_folded_are_all_set_aside_by_folds_at_once(
+    broker: Broker, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folds, "BATCH", 16)
+    bad = []
+    for _ in range(4):
+        live(broker, key)
+        bad += [bad_event(broker, key, what) for what in BAD_EVENTS]
+    waiting = unfolded(broker)
+    folded = sum(together(*[lambda: fold(broker.context)] * 4))
+    # One fold may see nothing left while another one still halves.
+    folded += fold(broker.context)
+    assert folded == waiting - len(bad)
+    assert [event for event, _ in broker.world.rows(SET_ASIDE)] == bad
+    assert [event for (event,) in broker.world.rows("SELECT event_id FROM events_unfolded ORDER BY 1")] == bad
+
+
+def test_a_fold_that_fails_for_another_reason_sets_nothing_aside(broker: Broker, key: str) -> None:
+    live(broker, key)
+    waiting = unfolded(broker)
+    with broker.context.database.transaction() as tx:
+        tx.execute("ALTER TABLE totals_minute RENAME TO away")
+    with pytest.raises(ProgrammingError):
+        fold(broker.context)
+    assert (unfolded(broker), broker.world.rows(SET_ASIDE)) == (waiting, [])
+    with broker.context.database.transaction() as tx:
+        tx.execute("ALTER TABLE away RENAME TO totals_minute")
+    assert fold(broker.context) == waiting
+    assert_folded_once(broker)

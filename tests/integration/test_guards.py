@@ -192,12 +192,10 @@ def popper(worker: Claimant) -> Popper:
     """What a pop of this worker offers."""
     return Popper(
         worker_id=worker.id,
-        owner_id=worker.owner_id,
         kind=Kind.TEXT,
         models=["m"],
         max_length=512,
         max_context_length=4096,
-        maintenance=False,
         trusted=False,
         speed=None,
         friends=[worker.owner_id],

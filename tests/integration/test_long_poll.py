@@ -331,8 +331,8 @@ def test_a_claim_that_raced_with_a_hang_up_is_released_without_blame(
     assert broker.pop(key, amount=2, client_gone=hangs_up_at(2)).jobs == []
 
     assert [row[:3] for row in broker.world.jobs(request)] == [
-        (0, "released", "handed_back"),
-        (1, "released", "handed_back"),
+        (0, "released", "not_delivered"),
+        (1, "released", "not_delivered"),
     ]
     assert broker.world.slots(request) == ["waiting", "waiting"]
     assert broker.worker().uncompleted_jobs == 0
@@ -355,6 +355,105 @@ def test_hang_ups_of_one_slot_have_a_cap_and_then_end_as_faults_nobody_is_blamed
     for attempt in range(7):
         assert broker.pop(key, client_gone=hangs_up_at(2)).jobs == [], attempt
     states = [row[1:3] for row in broker.world.jobs(request)]
-    assert states == [("released", "handed_back")] * 5 + [("faulted", "release_cap")] * 2
+    assert states == [("released", "not_delivered")] * 5 + [("faulted", "release_cap")] * 2
     assert broker.status(request).faulted
     assert broker.worker().uncompleted_jobs == 0
+
+
+# --- work that does not suit whoever is first in line
+
+
+def test_a_wake_up_goes_on_to_the_poll_that_can_do_it(broker: Broker, key: str, waiting: Waiting) -> None:
+    small = [poll(broker, key, name=f"small{number}", max_length=20) for number in range(2)]
+    waiting.until(2)
+    able = poll(broker, key, name="able")
+    waiting.until(3)
+    request = broker.order(max_length=200)
+    (job,) = able.result().jobs
+    assert broker.request_of(job) == request
+    broker.context.wakeups.close()
+    assert [call.result().jobs for call in small] == [[], []]
+
+
+def test_a_wake_up_is_passed_on_in_line_and_ends_with_the_last(hub: WakeUps) -> None:
+    with waiters(hub, "m", "other", "m") as (first, other, last):
+        hub.announce([TEXT_M], slots=1)
+        hub.pass_on(first, first.take())
+        assert [event.is_set() for event in (first, other, last)] == [False, False, True]
+        hub.pass_on(last, last.take())
+        assert [event.is_set() for event in (first, other, last)] == [False, False, False]
+
+
+def test_names_longer_than_a_notification_wake_other_processes_too(
+    broker: Broker, database_url: str, waiting: Waiting
+) -> None:
+    models = [f"{number}{'🙂' * 250}" for number in range(20)]
+    with open_broker(database_url) as other:
+        for hub in (broker.context.wakeups, other.context.wakeups):
+            hub.start()
+        key = other.user("far").api_key
+        running = poll(other, key, models=models[-1:])
+        waiting.until(1)
+        request = broker.order(models=models)
+        (job,) = running.result().jobs
+        assert broker.request_of(job) == request
+
+
+@pytest.mark.parametrize("deleted", [False, True], ids=["paused", "deleted"])
+def test_a_worker_that_is_stopped_while_it_polls_gets_nothing_of_strangers(
+    broker: Broker, key: str, waiting: Waiting, deleted: bool
+) -> None:
+    running = poll(broker, key)
+    waiting.until(1)
+    change = "deleted_at = horde_now()" if deleted else "maintenance = true"
+    with broker.context.database.transaction() as tx:
+        tx.execute(f"UPDATE workers SET {change}")
+    request = broker.order()
+    waiting.until(2)
+    assert broker.world.slots(request) == ["waiting"]
+    broker.context.wakeups.close()
+    assert running.result().jobs == []
+
+
+def test_one_worker_leaves_places_to_others(broker: Broker, key: str, waiting: Waiting) -> None:
+    mine = [poll(broker, key, threads=1) for _ in range(3)]
+    waiting.until(3)
+    # A fourth of the same worker has no use for a place; another worker gets one.
+    assert broker.pop(key, threads=1, wait=WAIT).jobs == []
+    another = poll(broker, key, name="another")
+    waiting.until(4)
+    broker.order(n=4)
+    assert sum(len(call.result().jobs) for call in [*mine, another]) == 4
+
+
+def test_a_retry_that_was_given_the_job_keeps_it_when_the_first_call_finds_its_client_gone(
+    broker: Broker, key: str, waiting: Waiting
+) -> None:
+    request = broker.order()
+    retried: list[Popped] = []
+
+    def gone() -> bool:
+        # The first call has claimed when it is asked the second time: that is when the retry comes.
+        if broker.world.jobs(request) and not retried:
+            retried.append(broker.pop(key, idempotency_key="k"))
+        return bool(retried)
+
+    broker.pop(key, idempotency_key="k", client_gone=gone)  # whatever it answers, nobody reads it
+    (job,) = retried[0].jobs
+    assert [state for _, state, *_ in broker.world.jobs(request)] == ["processing"]
+    assert broker.submit(key, job.id) > 0
+
+
+def test_a_retry_after_the_job_went_back_claims_anew(broker: Broker, key: str, waiting: Waiting) -> None:
+    request = broker.order()
+    assert broker.pop(key, idempotency_key="k", client_gone=hangs_up_at(2)).jobs == []
+    job = broker.job(key, idempotency_key="k")
+    assert broker.request_of(job) == request
+    assert broker.submit(key, job.id) > 0
+
+
+def test_a_request_for_several_models_is_skipped_once(broker: Broker, key: str, waiting: Waiting) -> None:
+    models = ["m", "n", "o", "p"]
+    for _ in range(3):
+        broker.order(models=models, max_length=600)
+    assert broker.nothing(key, models=models) == {"max_length": 3}

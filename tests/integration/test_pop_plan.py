@@ -17,6 +17,7 @@ from horde.queue.estimate import AHEAD_DEPTH, ASSUMED_SPEED, ESTIMATE, IS_POSSIB
 from tests.support.postgres import Server
 
 OWN, FRIEND, STRANGER = 1, 2, 3
+WORKER = uuid.UUID(int=7)
 MANY = 3500
 
 # The rows that orders would leave, by the thousand.
@@ -52,6 +53,11 @@ def users(db: Database) -> None:
                 "INSERT INTO users (id, name, key_hash, created_at) VALUES (%(id)s, %(name)s, %(name)s, horde_now())",
                 {"id": user, "name": f"user {user}"},
             )
+        tx.execute(
+            "INSERT INTO workers (id, name, kind, owner_id, created_at, last_check_in) "
+            "VALUES (%(id)s, 'worker', 'text', %(owner)s, horde_now(), horde_now())",
+            {"id": WORKER, "owner": OWN},
+        )
 
 
 def fill(db: Database, model: str, *, user: int = STRANGER, count: int = MANY, max_length: int = 80) -> None:
@@ -80,13 +86,11 @@ def full(server: Server) -> Iterator[Database]:
 
 def popper(*models: str, **changes: Any) -> Popper:
     values: dict[str, Any] = {
-        "worker_id": uuid.uuid4(),
-        "owner_id": OWN,
+        "worker_id": WORKER,
         "kind": "text",
         "models": models or ("m",),
         "max_length": 512,
         "max_context_length": 4096,
-        "maintenance": False,
         "trusted": False,
         "speed": None,
         "friends": [OWN, FRIEND],

@@ -138,6 +138,8 @@ class Job(Base):
     bridge_agent: Mapped[str] = mapped_column(server_default="unknown:0:unknown")
     posts_progress: Mapped[bool] = mapped_column(server_default=text("false"))
     claim_key: Mapped[str | None]
+    # A later pop with the claim's key was answered with this job: it is with its worker after all.
+    refetched: Mapped[bool] = mapped_column(server_default=text("false"))
 
     claimed_at: Mapped[Timestamp]
     lease_begun: Mapped[Timestamp]
