@@ -21,7 +21,7 @@ WHERE id = ANY (%(jobs)s::uuid[]) AND owner_id = %(owner)s ORDER BY id FOR UPDAT
 RENEW = """
 UPDATE jobs SET started_at = coalesce(started_at, horde_now()), lease_begun = horde_now(),
                 lease_end = horde_now() + make_interval(secs => %(lease)s), ttl = %(lease)s
-WHERE id = ANY (%(jobs)s::uuid[]) AND state = 'processing' AND posts_progress
+WHERE id = ANY (%(jobs)s::uuid[]) AND state = 'processing'
 """
 
 # What is posted counts from the slot's first token, so a continued job starts with its prefix.

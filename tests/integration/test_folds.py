@@ -374,7 +374,17 @@ def test_no_figure_of_a_worker_makes_a_read_or_the_fold_fail(
 
 @pytest.mark.parametrize(
     "timings",
-    [None, "{}", "[]", "7", '{"run_ms": "soon"}', '{"run_ms": null}', '{"run_ms": -5}', '{"run_ms": [1]}', '{"run_ms": 1e400}'],
+    [
+        None,
+        "{}",
+        "[]",
+        "7",
+        '{"run_ms": "soon"}',
+        '{"run_ms": null}',
+        '{"run_ms": -5}',
+        '{"run_ms": [1]}',
+        '{"run_ms": 1e400}',
+    ],
 )
 def test_no_timings_of_a_job_make_a_read_or_the_fold_fail(broker: Broker, key: str, timings: str | None) -> None:
     worker = broker.worker_id(key)
@@ -394,7 +404,10 @@ BAD_EVENTS = {
     "of a user who is not there": ("'enqueued', 999999, NULL, 0, 0", "IntegrityError"),
     "paid by a user who is not there": ("'enqueued', 999999, NULL, 100, 0", "KeyError"),
     "earned by nobody": ("'stored', 0, NULL, 200, 100", "KeyError"),
-    "of an amount that no balance holds": ("'stored', 0, %(owner)s, 9223372036854775807, 9223372036854775807", "DataError"),
+    "of an amount that no balance holds": (
+        "'stored', 0, %(owner)s, 9223372036854775807, 9223372036854775807",
+        "DataError",
+    ),
 }
 
 

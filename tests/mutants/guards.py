@@ -15,6 +15,7 @@ TERMS = "tests/integration/test_lifecycle_terms.py::"
 REFUSALS = "tests/integration/test_lifecycle_refusals.py::"
 RACES = "tests/integration/test_generation_lifecycle_races.py::"
 CANCELS = "tests/integration/test_cancel_races.py::"
+POLLS = "tests/integration/test_long_poll.py::"
 MAINTENANCE = "tests/integration/test_maintenance_threads.py::"
 FOLDS = "tests/integration/test_folds.py::"
 GUARDS = "tests/integration/test_guards.py::"
@@ -258,6 +259,27 @@ LOCKS = (
         old=" SKIP LOCKED",
     ),
     Mutant(
+        "a poll passes a wake-up on that it has no use for",
+        POLLS + "test_a_wake_up_goes_on_to_the_poll_that_can_do_it",
+        module="horde.usecases.pop",
+        old="context.wakeups.pass_on(woken, told)",
+        new="pass",
+    ),
+    Mutant(
+        "a job that a retry was given is not handed back",
+        POLLS + "test_a_retry_that_was_given_the_job_keeps_it_when_the_first_call_finds_its_client_gone",
+        module="horde.lifecycle.release",
+        within="RELEASE_UNDELIVERED = ",
+        old=" AND NOT refetched",
+    ),
+    Mutant(
+        "a claim asks whether its worker was deleted",
+        POLLS + "test_a_worker_that_is_stopped_while_it_polls_gets_nothing_of_strangers[deleted]",
+        module="horde.queue.filter",
+        within="OFFER = ",
+        old=" AND deleted_at IS NULL",
+    ),
+    Mutant(
         "a pop that found only locked requests tries again",
         GUARDS + "test_a_pop_that_finds_its_only_request_locked_waits_for_it_and_gets_its_slot",
         module="horde.queue.candidates",
@@ -420,8 +442,8 @@ ANSWERS = (
         "a post renews the lease of a worker that announced posts only",
         GUARDS + "test_a_post_for_a_job_of_a_worker_that_announced_none_leaves_its_lease_alone",
         module="horde.lifecycle.progress",
-        within="RENEW = ",
-        old=" AND posts_progress",
+        within="def post_progress(",
+        old=" and found[job].posts_progress",
     ),
 )
 
