@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,13 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def code_blocks(document: Path, *languages: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [block for language, block in found if language in languages]
+    """The fenced blocks in these languages, also those inside a list."""
+    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, language, block in found if language in languages]
+
+
+def shell_blocks(document: Path) -> list[str]:
+    return code_blocks(document, "", "sh", "bash", "console")
 
 
 def headings(document: Path) -> set[str]:
@@ -130,7 +137,9 @@ def test_no_document_names_a_setting_that_nothing_reads() -> None:
 def commands_of_documents() -> Iterator[tuple[str, list[str]]]:
     """Every `horde ...` and `horde-worker ...` line of a shell example, and of the compose file."""
     for document in DOCUMENTS:
-        for block in code_blocks(document, "", "sh", "bash", "console"):
+        # What is indented is a block as well; so is a list in a list, but no such line begins with a program's name.
+        indented = re.findall(r"^ {4,}(\S*horde(?:-worker)? .*)$", document.read_text(), flags=re.MULTILINE)
+        for block in [*shell_blocks(document), *indented]:
             for line in block.replace("\\\n", " ").splitlines():
                 command = re.search(r"(?:^|\s|/)(horde(?:-worker)?) ([a-z].*)", line.split("  #")[0])
                 if command and not line.lstrip().startswith("#"):
@@ -155,6 +164,66 @@ def test_the_commands_of_the_documents_exist_with_these_options() -> None:
         assert {word for word in words if word.startswith("--")} <= options, where
         seen += 1
     assert seen > 5
+
+
+GUIDES = [path for path in DOCUMENTS if path.parent == ROOT or path.parent.name == "how-to"]
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=names(GUIDES))
+def test_what_a_guide_says_to_type_is_found_without_an_activated_environment(document: Path) -> None:
+    bare = [
+        line
+        for block in shell_blocks(document)
+        for line in block.splitlines()
+        if re.match(r"\s*(\w+=\S+ +)*(horde|horde-worker|pip|python)\s", line)
+    ]
+    assert bare == []
+    # An indented block would escape the tests that read examples.
+    assert not re.search(r"^ {4,}\S*(horde|horde-worker|pip|make) [a-z]", document.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", GUIDES, ids=names(GUIDES))
+def test_the_shell_examples_of_a_guide_are_complete(document: Path) -> None:
+    for block in shell_blocks(document):
+        checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
+        assert checked.returncode == 0, f"{block}\n{checked.stderr}"
+        commands = "\n".join(line for line in block.splitlines() if not line.startswith("#"))
+        used = set(re.findall(r"\$\{?([A-Z_]+)", commands)) - {"HOME"}
+        assert used <= set(re.findall(r"\b([A-Z_]+)=", commands)), block
+        assert not re.search(r"/[0-9a-f]{4,8}\.\.\.", commands), f"an id that nobody has: {block}"
+
+
+def test_no_guide_puts_a_copy_of_the_repository_into_its_own_environment() -> None:
+    for document in DOCUMENTS:
+        for command in re.findall(r"^.*\bpip install\b.*$", "\n".join(shell_blocks(document)), flags=re.MULTILINE):
+            if re.search(r"horde\b|['\" ]\.['\"\[\s]|['\" ]\.$", command.partition("pip install")[2]):
+                assert re.search(r" (-e|--editable) ", command), f"{document.name}: {command}"
+                assert not command.strip().startswith(".venv/"), f"{document.name}: {command}"
+
+
+def test_the_front_page_can_be_read_in_a_terminal() -> None:
+    long = [line for line in (ROOT / "README.md").read_text().splitlines() if len(line) > 160]
+    assert long == []
+
+
+def test_the_front_page_names_the_words_of_its_drawing_before_it() -> None:
+    before = (ROOT / "README.md").read_text().split("```mermaid")[0].split("## How it goes")[1]
+    assert [word for word in ("slot", "claim", "job", "lease", "settle") if f"**{word}" not in before] == []
+
+
+def test_every_page_of_the_documents_is_reached_from_the_front_page() -> None:
+    # The decisions have an index of their own.
+    front = (ROOT / "README.md").read_text()
+    pages = [str(path.relative_to(ROOT)) for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
+    assert [page for page in pages if not page.startswith("docs/adr/0") and f"({page})" not in front] == []
+
+
+def test_the_scripts_are_shell_that_parses() -> None:
+    scripts = [*(ROOT / "scripts").glob("*.sh"), ROOT / ".ci/run"]
+    assert len(scripts) > 1
+    for script in scripts:
+        shell = "bash" if "bash" in script.read_text().splitlines()[0] else "sh"
+        subprocess.run([shell, "-n", str(script)], check=True)
 
 
 def test_the_documented_routes_are_those_of_the_broker() -> None:
