@@ -1,4 +1,4 @@
-"""The HTTP client: one pop, one submit; each call is made once, and a failure says whether trying again makes sense.
+"""The HTTP client: a look at the key, one pop, one submit; each call is made once, and a failure says whether trying again makes sense.
 
 An instance belongs to one thread.
 """
@@ -66,6 +66,18 @@ class BrokerClient:
         self._session = requests.Session()
         self._session.headers.update({"apikey": api_key, "Client-Agent": agent})
 
+    def check_key(self) -> None:
+        """Ask whose key this is; whatever the answer, if not that it is nobody's, pops will tell more.
+
+        Raises:
+            BrokerUnavailableError: no usable answer.
+            TurnedAwayError: nobody's.
+        """
+        answer = self._call("GET", "find_user", _ANSWER_SECONDS)
+        message, rc = _error(answer)
+        if answer.status_code == 401 or (answer.status_code == 404 and rc == "UserNotFound"):
+            raise TurnedAwayError(_unknown_key(message))
+
     def pop(self, body: dict[str, Any], idempotency_key: str) -> dict[str, Any]:
         """Ask for work; `body["wait"]` is how long the broker may take.
 
@@ -74,7 +86,8 @@ class BrokerClient:
             PausedError: try again later.
             TurnedAwayError: do not try again.
         """
-        answer = self._post("generate/text/pop", body, idempotency_key, float(body.get("wait", 0)) + _ANSWER_SECONDS)
+        patience = float(body.get("wait", 0)) + _ANSWER_SECONDS
+        answer = self._call("POST", "generate/text/pop", patience, body, idempotency_key)
         if answer.status_code == 200:
             content = _json_object(answer)
             self._answered = True
@@ -83,7 +96,7 @@ class BrokerClient:
         if answer.status_code == 403 and (rc in _PASSING or "maintenance mode" in message.lower()):
             raise PausedError(message)
         if answer.status_code == 401:
-            raise TurnedAwayError(f"the broker does not know this API key: {message}")
+            raise TurnedAwayError(_unknown_key(message))
         if answer.status_code == 404 and self._answered:
             # It was a broker a moment ago: a proxy speaks while the broker restarts.
             raise BrokerUnavailableError(f"404 from {self.url}: {message}")
@@ -100,7 +113,7 @@ class BrokerClient:
             BrokerUnavailableError: try again, with the same key.
             JobGoneError: do not try again.
         """
-        answer = self._post("generate/text/submit", body, idempotency_key, _ANSWER_SECONDS)
+        answer = self._call("POST", "generate/text/submit", _ANSWER_SECONDS, body, idempotency_key)
         if answer.status_code == 200:
             reward = _json_object(answer).get("reward", 0)
             return float(reward) if isinstance(reward, int | float) else 0.0
@@ -114,12 +127,15 @@ class BrokerClient:
         """Let go of the connection."""
         self._session.close()
 
-    def _post(self, route: str, body: dict[str, Any], key: str, patience: float) -> requests.Response:
+    def _call(
+        self, method: str, route: str, patience: float, body: dict[str, Any] | None = None, key: str | None = None
+    ) -> requests.Response:
         try:
-            answer = self._session.post(
+            answer = self._session.request(
+                method,
                 f"{self.url}/api/v2/{route}",
                 json=body,
-                headers={"Idempotency-Key": key},
+                headers={"Idempotency-Key": key} if key is not None else None,
                 timeout=(_CONNECT_SECONDS, patience),
                 allow_redirects=False,
             )
@@ -129,6 +145,10 @@ class BrokerClient:
             message, _ = _error(answer)
             raise BrokerUnavailableError(f"{answer.status_code} from {self.url}: {message}", _retry_after(answer))
         return answer
+
+
+def _unknown_key(message: str) -> str:
+    return f"the broker does not know this API key: {message}"
 
 
 def _json_object(answer: requests.Response) -> dict[str, Any]:

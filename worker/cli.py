@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -12,12 +13,15 @@ from typing import Any, TypeVar
 
 import click
 
-from worker.broker import BrokerClient, normalise_url
+from worker.broker import BrokerClient, BrokerUnavailableError, TurnedAwayError, normalise_url
 from worker.config import ENVIRONMENT_PREFIX, ConfigError, WorkerConfig, read_file
 from worker.display import log_lines, shown
 from worker.status import Status
 
+log = logging.getLogger(__name__)
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_AGENT = f"Horde Worker:{version('horde')}:unknown"
 _LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"], case_sensitive=False)
 
 
@@ -109,10 +113,36 @@ def run(**options: Any) -> None:
         sys.exit(1)
 
 
+def _calm_openmp() -> None:
+    """Have torch's threads sleep while they wait for each other, unless the environment says how they should wait.
+
+    Left alone they spin. On a machine that does anything else, one of them is then often without a core while the others
+    burn theirs waiting for it, and a token takes twenty times as long. libgomp reads this when torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def _check_key(config: WorkerConfig) -> str | None:
+    """Why the broker won't have us, asked before a model is loaded for nothing; None too where it does not answer."""
+    client = BrokerClient(config.broker, config.api_key, _AGENT)
+    try:
+        client.check_key()
+    except TurnedAwayError as error:
+        return str(error)
+    except BrokerUnavailableError as error:
+        log.warning("%s; loading the model meanwhile", error)
+    finally:
+        client.close()
+    return None
+
+
 def _serve(config: WorkerConfig) -> str | None:
     if not sys.stderr.isatty():
         # Progress bars would fill a log file; tqdm looks at this when it is first imported, and torch imports it.
         os.environ.setdefault("TQDM_DISABLE", "1")
+    _calm_openmp()
     # Late, so that --help and a mistyped option answer at once: torch takes seconds to import.
     from worker.loop import Worker
     from worker.models.load import choose_device, load, resolve
@@ -123,6 +153,8 @@ def _serve(config: WorkerConfig) -> str | None:
         model_name = config.announce_as or source.announced_name
         if not 3 <= len(model_name) <= 255:
             raise click.BadParameter(f"{model_name!r} is not 3 to 255 characters long", param_hint="--announce-as")
+        if (problem := _check_key(config)) is not None:
+            return problem
         device = choose_device(config.device)
     except ModelNotFoundError as error:
         raise click.BadParameter(str(error), param_hint="--model") from error
@@ -138,21 +170,20 @@ def _serve(config: WorkerConfig) -> str | None:
 
     from worker.engine.reference import ReferenceEngine
 
-    agent = f"Horde Worker:{version('horde')}:unknown"
     pop_body = {
         "name": config.name,
         "models": [model_name],
         "max_length": max_length,
         "max_context_length": max_context_length,
         "threads": config.max_batch,
-        "bridge_agent": agent,
+        "bridge_agent": _AGENT,
         "wait": config.poll_wait,
     }
     status = Status()
     with shown(config.name, model_name, status, config.log_level) as say:
         worker = Worker(
             ReferenceEngine(loaded, max_batch=config.max_batch),
-            lambda: BrokerClient(config.broker, config.api_key, agent),
+            lambda: BrokerClient(config.broker, config.api_key, _AGENT),
             pop_body,
             status=status,
             on_ready=lambda: say(f"worker {config.name} serves {model_name}"),

@@ -128,7 +128,7 @@ class Worker:
                 self._submitting = False
             case StopWanted():
                 self._stops += 1
-                self._drain() if self._stops == 1 else log.info("handing back what runs")
+                self._drain() if self._stops == 1 else self._hurry()
 
     def _accept(self, job: Job | UnreadableJob) -> None:
         if job.id in self._running or any(job.id == other.id for other in self._waiting):
@@ -149,6 +149,10 @@ class Worker:
         self._status.set_state("draining", "finishing what runs; once more to hand it back")
         self._popper.stop()
         self._release_waiting()
+
+    def _hurry(self) -> None:
+        log.info("handing back what runs")
+        self._status.set_state("stopping", "handing back what runs")
 
     def _give_up(self, reason: str) -> None:
         """Stop for a reason of our own: as a drain, but remembered."""

@@ -63,16 +63,21 @@ def _ask(client: BrokerClient, body: dict[str, Any]) -> dict[str, Any]:
     try:
         if accepted.get("message"):
             console.print(str(accepted["message"]), style="yellow", markup=False)
-        said = "Sent"
-        with console.status(said) as line:
+        with console.status("Sent") as line:
+            said = ""
+
+            def say(now: str) -> None:
+                nonlocal said
+                line.update(now)
+                if not console.is_terminal and now != said:
+                    console.print(now, markup=False)
+                said = now
+
             while True:
-                status: dict[str, Any] = client.get_patiently(path)
+                status: dict[str, Any] = client.get_patiently(path, say)
                 if status["done"]:
                     return status
-                before, said = said, _where_it_stands(status)
-                line.update(said)
-                if not console.is_terminal and said != before:
-                    console.print(said, markup=False)
+                say(_where_it_stands(status))
                 time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         _cancel(client, path, console)
@@ -81,6 +86,8 @@ def _ask(client: BrokerClient, body: dict[str, Any]) -> dict[str, Any]:
 def _where_it_stands(status: dict[str, Any]) -> str:
     wanted = status["finished"] + status["processing"] + status["waiting"]
     done = f", {status['finished']} of {wanted} ready" if wanted > 1 else ""
+    if status["restarted"]:
+        done += f", tried again ({status['restarted']})"
     if status["processing"]:
         return f"A worker is at it{done}"
     if not status["is_possible"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 import click
@@ -58,8 +59,12 @@ class BrokerClient:
         """DELETE; `BrokerError` as with `get`."""
         return self._call("DELETE", path)
 
-    def get_patiently(self, path: str) -> Any:
-        """GET, and while the broker is away, busy or restarting, again for up to a minute."""
+    def get_patiently(self, path: str, on_away: Callable[[str], None]) -> Any:
+        """GET, and while the broker is away, busy or restarting, again for up to a minute.
+
+        Args:
+            on_away: told before each further try what keeps us waiting.
+        """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
@@ -67,6 +72,7 @@ class BrokerClient:
             except _AwayError as error:
                 if time.monotonic() + error.retry_after > deadline:
                     raise
+                on_away(f"The broker {error.state}; trying again")
                 time.sleep(error.retry_after)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -75,7 +81,9 @@ class BrokerClient:
         except requests.exceptions.InvalidURL as error:
             raise BrokerError(f"{self.url} is not the URL of a broker.") from error
         except (requests.ConnectionError, requests.Timeout) as error:
-            raise _AwayError(f"No broker answers at {self.url}. Is `horde up` running?", RETRY_SECONDS) from error
+            raise _AwayError(
+                f"No broker answers at {self.url}. Is `horde up` running?", RETRY_SECONDS, "does not answer"
+            ) from error
         except requests.RequestException as error:
             raise BrokerError(f"{self.url} is not the URL of a broker ({error}).") from error
         try:
@@ -86,23 +94,25 @@ class BrokerClient:
             return content
         message = _message(answer, content)
         if answer.status_code in {429, 503}:
-            raise _AwayError(message, _retry_after(answer))
+            raise _AwayError(message, _retry_after(answer), "is busy")
         raise BrokerError(message, answer.status_code)
 
 
 class _AwayError(BrokerError):
-    """The same call may succeed in `retry_after` seconds."""
+    """The same call may succeed in `retry_after` seconds; `state` is what follows "The broker"."""
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    def __init__(self, message: str, retry_after: float, state: str) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.state = state
 
 
 def _message(answer: requests.Response, content: Any) -> str:
     if not isinstance(content, dict) or "message" not in content:
         return f"{answer.url} answered {answer.status_code}, and not as a broker does."
     details = content.get("errors")
-    if isinstance(details, dict) and details:
+    # A single fault's sentence may be the whole message already.
+    if isinstance(details, dict) and any(str(problem) not in str(content["message"]) for problem in details.values()):
         return f"{content['message']}: " + "; ".join(f"{name}: {problem}" for name, problem in details.items())
     return str(content["message"])
 

@@ -34,6 +34,11 @@ class Horde(click.Group):
             raise click.ClickException(_of_settings(error)) from error
         except HordeError as error:
             raise click.ClickException(error.message) from error
+        except ModuleNotFoundError as error:
+            sentence = _of_missing_package(error)
+            if sentence is None:
+                raise
+            raise click.ClickException(sentence) from error
         except Exception as error:
             sentence = _of_database(error)
             if sentence is None:
@@ -65,6 +70,17 @@ def _of_settings(error: ValidationError) -> str:
         name = "_".join(str(part) for part in problem["loc"])
         problems.append(f"HORDE_{name.upper()}: {problem['msg']}")
     return "; ".join(problems) or str(error)
+
+
+def _of_missing_package(error: ModuleNotFoundError) -> str | None:
+    """A sentence for an installation that has the commands but not what a broker runs on."""
+    package = (error.name or "").partition(".")[0]
+    if package in {"", "horde", "migrations"}:
+        return None
+    return (
+        f"{package} is not installed here. A broker needs `pip install 'horde[broker]'`, one with a worker "
+        "`pip install 'horde[all]'`; only `horde ask` and `horde status` do without."
+    )
 
 
 def _of_database(error: Exception) -> str | None:

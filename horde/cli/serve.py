@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,39 @@ from horde.cli.signals import StopSignals
 from horde.settings import Settings
 
 LOOK_SECONDS = 0.1
+CANNOT_LISTEN = {errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL}
+
+
+def cannot_listen(settings: Settings, error: OSError) -> click.ClickException:
+    """The sentence for an address that can't be had."""
+    return click.ClickException(
+        f"The broker cannot listen at {settings.host}, port {settings.port} ({error.strerror}). Choose another --port "
+        'or --host (`horde up --port 8000`, or `make run ARGS="--port 8000"`), or stop what listens there.'
+    )
+
+
+def check_address(settings: Settings) -> None:
+    """Whether the broker could listen now, asked before anything is started that would have to be ended again.
+
+    Raises:
+        click.ClickException: it could not.
+    """
+    try:
+        addresses = socket.getaddrinfo(
+            settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except socket.gaierror as error:
+        raise cannot_listen(settings, error) from error
+    for family, kind, protocol, _, address in addresses:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As the broker itself does: what a broker has just left is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)
+        except OSError as error:
+            if error.errno in CANNOT_LISTEN:
+                raise cannot_listen(settings, error) from error
 
 
 class BrokerThread:
@@ -54,11 +88,8 @@ class BrokerThread:
         if self._thread.is_alive():
             return
         error = self.error
-        if isinstance(error, OSError) and error.errno in {errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL}:
-            raise click.ClickException(
-                f"The broker cannot listen at {self.settings.host}, port {self.settings.port} ({error.strerror}). "
-                "Choose another --port or --host, or stop what listens there."
-            ) from error
+        if isinstance(error, OSError) and error.errno in CANNOT_LISTEN:
+            raise cannot_listen(self.settings, error) from error
         raise click.ClickException(f"The broker ended: {error or 'no reason given'}") from error
 
     def stop(self) -> None:
@@ -86,7 +117,7 @@ class BrokerThread:
 
 def listening_options(command: Callable[..., None]) -> Callable[..., None]:
     """`--host` and `--port`, as `up` and `serve` take them."""
-    command = click.option("--port", type=int, help="[default: $HORDE_PORT, else 7001]")(command)
+    command = click.option("--port", type=click.IntRange(0, 65535), help="[default: $HORDE_PORT, else 7001]")(command)
     return click.option("--host", help="Address to listen on.  [default: $HORDE_HOST, else 127.0.0.1]")(command)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as something to look at: start and end go step by step, never cut in the middle."""
+"""Ctrl-C, SIGTERM and a closed terminal (SIGHUP) as something to look at: start and end go step by step, never cut in the middle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Self
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM are counted instead of raised; for the main thread.
+    """While entered, SIGINT, SIGTERM and SIGHUP are counted instead of raised; for the main thread.
+
+    Under `nohup`, SIGHUP stays ignored.
 
     Attributes:
         stop: set by the first one.
@@ -22,7 +24,9 @@ class StopSignals:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._count)
         return self
 

@@ -25,22 +25,23 @@ def status(broker: str | None, data_dir: Path | None) -> None:
         workers: list[dict[str, Any]] = client.get("workers?type=text")
     console = Console()
     console.print(f"Broker {url}", markup=False, highlight=False)
+    waiting, online = int(performance["queued_text_requests"]), int(performance["text_worker_count"])
     console.print(
-        f"{_number(performance, 'queued_text_requests')} requests wait, "
-        f"{_number(performance, 'text_worker_count')} text workers online",
+        f"{waiting} {'request waits' if waiting == 1 else 'requests wait'}, "
+        f"{online} text worker{'' if online == 1 else 's'} online",
         highlight=False,
     )
     if models:
         console.print(
             _table(
-                ("model", "workers", "queued tokens", "tokens/s", "wait"),
+                ("model", "threads", "queued tokens", "mean tokens/s", "wait"),
                 [
                     (
                         str(model["name"]),
                         str(model["count"]),
                         f"{model['queued']:.0f}",
                         f"{model['performance']:.1f}",
-                        f"{model['eta']} s",
+                        f"{model['eta']} s" if model["count"] else "no worker",
                     )
                     for model in models
                 ],
@@ -49,7 +50,7 @@ def status(broker: str | None, data_dir: Path | None) -> None:
     if workers:
         console.print(
             _table(
-                ("worker", "models", "state", "done", "failed", "speed"),
+                ("worker", "models", "state", "done", "failed", "own tokens/s"),
                 [
                     (
                         str(worker["name"]),
@@ -57,7 +58,7 @@ def status(broker: str | None, data_dir: Path | None) -> None:
                         _state(worker),
                         str(worker["requests_fulfilled"]),
                         str(worker["uncompleted_jobs"]),
-                        str(worker["performance"]),
+                        _speed(str(worker["performance"])),
                     )
                     for worker in workers
                 ],
@@ -65,8 +66,10 @@ def status(broker: str | None, data_dir: Path | None) -> None:
         )
 
 
-def _number(content: dict[str, Any], name: str) -> str:
-    return str(content.get(name, "?"))
+def _speed(performance: str) -> str:
+    """The figure of a worker's `performance`, which is a sentence."""
+    first = performance.split(" ", 1)[0]
+    return first if first.replace(".", "", 1).isdigit() else "none yet"
 
 
 def _state(worker: dict[str, Any]) -> str:

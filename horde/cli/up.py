@@ -20,11 +20,13 @@ from horde.cli.local import (
     data_dir_option,
     forget_running,
     read_first_user,
+    read_running,
     settings_with,
     write_first_user,
     write_running,
 )
-from horde.cli.serve import BrokerThread, listening_options
+from horde.cli.output import lasting_output
+from horde.cli.serve import BrokerThread, check_address, listening_options
 from horde.cli.signals import StopSignals
 from horde.cli.worker_process import WorkerOptions, WorkerProcess
 from horde.settings import Settings, default_data_dir
@@ -45,9 +47,12 @@ def up(host: str | None, port: int | None, data_dir: Path | None, no_worker: boo
     """Start PostgreSQL, a broker and a worker here; Ctrl-C ends all of it, and the data stay."""
     settings = settings_with(host=host, port=port, data_dir=data_dir)
     settings = settings.model_copy(update={"data_dir": settings.data_dir.absolute()})
-    with StopSignals() as signals:
+    if "log_level" not in settings.model_fields_set:
+        # What matters to a person at this terminal is said here; the broker's log is for who runs one for others.
+        settings = settings.model_copy(update={"log_level": "WARNING"})
+    with lasting_output(), StopSignals() as signals:
         _House(settings, None if no_worker else model, signals).live()
-    _say("All ended.")
+        _say("All ended.")
 
 
 class _House:
@@ -65,6 +70,8 @@ class _House:
 
     def live(self) -> None:
         """Start all, stay until a signal or a failure, end all in the opposite order."""
+        if read_running(self.settings.data_dir) is None:
+            check_address(self.settings)
         with self.ends:
             self._open_database()
             self._migrate()
@@ -141,14 +148,14 @@ class _House:
         # A name belongs to one account of a broker for good: another database's first user needs another name.
         name = f"{socket.gethostname()[:60]}-{user.id}"
         options = WorkerOptions(broker=url, api_key=user.api_key, name=name, model=model)
-        _say(f"worker      {name} loads {model}; the first time this takes a while")
+        _say(f"worker      {name} loads {model}")
         self.worker = WorkerProcess(options, lambda line: _say(f"worker    | {line}"))
         self.ends.callback(_end_worker, self.worker, self.signals)
 
     def _stay(self, broker: BrokerThread, user: FirstUser) -> None:
         introduced = ended = False
         while True:
-            if not introduced and (self.worker is None or ended or self.worker.announced.is_set()):
+            if not introduced and (self.worker is None or self.worker.announced.is_set()):
                 introduced = True
                 self._introduce(broker.url, user)
             if self.signals.stop.wait(LOOK_SECONDS):
@@ -157,31 +164,49 @@ class _House:
             broker.check()
             if self.postgres is not None and self.postgres.revive():
                 _say("PostgreSQL  had ended by itself; it is up again")
-            if self.worker is not None and not ended and self.worker.status is not None:
+            if self.worker is not None and not ended and self.worker.wait(0):
                 ended = True
-                _say(f"worker      ended ({_reason(self.worker.status)}); the broker goes on without it")
+                self._lose_worker(self.worker)
+
+    def _lose_worker(self, worker: WorkerProcess) -> None:
+        reason = _reason(worker.status or 0)
+        if not worker.announced.is_set():
+            raise click.ClickException(
+                f"The worker could not begin ({reason}); its lines above say why. Choose another --model, or start "
+                "without one: --no-worker."
+            )
+        _say(f"worker      ended ({reason}); the broker goes on without it")
 
     def _introduce(self, url: str, user: FirstUser) -> None:
         horde = shlex.quote(sys.argv[0])
         if self.settings.data_dir != default_data_dir():
-            ask = f"{horde} ask --data-dir {shlex.quote(str(self.settings.data_dir))} {shlex.quote(PROMPT)}"
+            ask = f"{horde} ask --data-dir {shlex.quote(str(self.settings.data_dir))}"
         else:
-            ask = f"{horde} ask {shlex.quote(PROMPT)}"
-        running = self.worker is not None and self.worker.status is None
+            ask = f"{horde} ask"
+        ask += f" --max-length 20 {shlex.quote(PROMPT)}"
         curl = (
             f"curl -s {url}/api/v2/generate/text/async -H 'apikey: {user.api_key}' -H 'Content-Type: application/json' "
             f"""-d '{{"prompt": "{PROMPT}", "params": {{"max_length": 20, "temperature": 0.7}}}}'"""
         )
+        invitation = ["  Ask it something:"]
+        if self.worker is None:
+            program = shlex.quote(_beside(sys.argv[0], "horde-worker"))
+            options = f"run --broker {url} --name my-worker --model {DEMO_MODEL}"
+            invitation = [
+                "  Nobody answers until a worker is there. To start one:",
+                f"    HORDE_WORKER_API_KEY={user.api_key} {program} {options}",
+                "  Then ask it something:",
+            ]
         _say(
             "\n".join(
                 (
                     "",
                     f"  broker      {url}  (its API to try out: {url}/api)",
                     f"  database    {self.postgres.root if self.postgres else 'HORDE_DATABASE_URL'}",
-                    f"  worker      {f'one, serving {self.model}' if running else 'none'}",
+                    f"  worker      {f'one, serving {self.model}' if self.worker else 'none'}",
                     f"  API key     {user.api_key}  (of {user.alias}; kept in {self.settings.data_dir / FIRST_USER})",
                     "",
-                    "  Ask it something:",
+                    *invitation,
                     f"    {ask}",
                     f"    {curl}",
                     f"    curl -s {url}/api/v2/generate/text/status/ID   # ID: what the line above answered",
@@ -194,8 +219,10 @@ class _House:
 
 
 def _end(name: str, stop: Callable[[], None]) -> None:
-    _say(f"{name:<11} ending")
-    stop()
+    try:
+        _say(f"{name:<11} ending")
+    finally:
+        stop()
 
 
 def _end_worker(worker: WorkerProcess, signals: StopSignals) -> None:
@@ -220,6 +247,12 @@ def _reason(status: int) -> str:
     return f"status {status}" if status >= 0 else f"signal {-status}"
 
 
+def _beside(program: str, other: str) -> str:
+    """How to call `other`, which was installed where `program` was."""
+    return str(Path(program).with_name(other)) if os.sep in program else other
+
+
 def _say(line: str) -> None:
-    click.echo(line)
+    # One write: the worker's lines come from another thread.
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -7,6 +7,7 @@ it if we are killed, so that no worker of a dead `horde up` works on under the n
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from worker.cli import main
 main(prog_name="horde-worker")
 """
 
+# The head of the worker's log lines; beside a person at a terminal the day and an ordinary line's level say nothing.
+LOG_HEAD = re.compile(r"^\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d),\d{3} (?:INFO )?")
+
 
 @dataclass(frozen=True)
 class WorkerOptions:
@@ -43,13 +47,16 @@ class WorkerProcess:
 
     Args:
         options: passed on; the key through the environment, where other users can't read it.
-        show: called with each line of its output, from a thread.
+        show: called with each line of its output, shortened, from a thread.
+
+    Attributes:
+        announced: set once it has been answered by the broker.
     """
 
     def __init__(self, options: WorkerOptions, show: Callable[[str], None]) -> None:
         self.announced = threading.Event()
         self._show = show
-        self._announcement = f"worker {options.name} serves"
+        self._announcement = f"worker {options.name} serves "
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -108,7 +115,12 @@ class WorkerProcess:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
+                if line.strip():
+                    self._show(self._short(line))
                 if line.startswith(self._announcement):
                     self.announced.set()
-                if line.strip():
-                    self._show(line.rstrip("\n"))
+
+    def _short(self, line: str) -> str:
+        if line.startswith(self._announcement):
+            line = f"serves {line.removeprefix(self._announcement)}"
+        return LOG_HEAD.sub(r"\1 ", line.rstrip())

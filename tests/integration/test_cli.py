@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
+import re
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +28,21 @@ from horde.db.embedded import EmbeddedPostgres, liveness, running_url
 from horde.db.embedded.liveness import State
 from tests.support.postgres import open_directory
 
-HORDE = (sys.executable, "-c", "from horde.cli.main import main; main()")
+# A shell gives what it starts with `&` an ignored SIGINT, and pytest would pass it on.
+CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+HORDE = (sys.executable, "-c", f"{CTRL_C}; from horde.cli.main import main; main()")
 PATIENCE = 120
 POP = {"name": "tester", "max_length": 512, "max_context_length": 2048}
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HORDE_")}
-    return {**kept, "PYTHONUNBUFFERED": "1", "COLUMNS": "200", **more}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HORDE_", "PYTHONUNBUFFERED"))}
+    return {**kept, "COLUMNS": "200", **more}
 
 
-def run(*arguments: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str | Path, horde: tuple[str, ...] = HORDE, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*HORDE, *map(str, arguments)],
+        [*horde, *map(str, arguments)],
         env=environment(**more),
         capture_output=True,
         text=True,
@@ -52,25 +59,60 @@ def free_port() -> int:
         return port
 
 
-def read_until(process: subprocess.Popen[str], wanted: str) -> list[str]:
-    """Lines up to the one that holds `wanted`; fails with all of them if the output ends before."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if wanted in line:
-            return lines
-    pytest.fail(f"it ended without {wanted!r}:\n{''.join(lines)}")
+def read_until(process: subprocess.Popen[str], wanted: str, *, errors: bool = False) -> str:
+    """The output up to the line that holds `wanted`; fails with all of it if it ends before, or takes too long."""
+    stream = process.stderr if errors else process.stdout
+    assert stream is not None
+    said = ""
+    too_long = threading.Timer(PATIENCE, process.kill)
+    too_long.start()
+    try:
+        for line in stream:
+            said += line
+            if wanted in line:
+                return said
+    finally:
+        too_long.cancel()
+        too_long.join()
+    pytest.fail(f"it ended without {wanted!r}:\n{said}")
+
+
+@contextlib.contextmanager
+def started(*arguments: str, **settings: Any) -> Iterator[subprocess.Popen[str]]:
+    """A `horde` command; however the test ends, it ends too: asked first, and then made to."""
+    process = subprocess.Popen([*HORDE, *arguments], text=True, stdin=subprocess.DEVNULL, **settings)
+    try:
+        yield process
+    finally:
+        try:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
 
 @dataclass
 class Up:
-    """A running `horde up`."""
+    """A running `horde up`, and what it said until it was ready."""
 
     process: subprocess.Popen[str]
     data_dir: Path
-    url: str
-    api_key: str
+    port: int
+    said: str
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def api_key(self) -> str:
+        key: str = json.loads((self.data_dir / "first-user.json").read_text(encoding="utf-8"))["api_key"]
+        return key
 
     def end(self, number: int = signal.SIGTERM) -> str:
         """Signal it, wait, and answer what it said from then on."""
@@ -86,30 +128,15 @@ class Up:
 
 
 @contextlib.contextmanager
-def horde_up(data_dir: Path, *arguments: str, ready: str = "Ctrl-C ends all of it", **more: str) -> Iterator[Up]:
-    port = free_port()
-    process = subprocess.Popen(
-        [*HORDE, "up", f"--data-dir={data_dir}", f"--port={port}", *arguments],
-        env=environment(**more),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        read_until(process, ready)
-        key = json.loads((data_dir / "first-user.json").read_text(encoding="utf-8"))["api_key"]
-        yield Up(process, data_dir, f"http://127.0.0.1:{port}", key)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.communicate(timeout=PATIENCE)
-            finally:
-                process.kill()
-        if process.stdout is not None:
-            process.stdout.close()
+def horde_up(
+    data_dir: Path, *arguments: str, ready: str = "Ctrl-C ends all of it", port: int | None = None, **more: str
+) -> Iterator[Up]:
+    port = port or free_port()
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with started(
+        "up", f"--data-dir={data_dir}", f"--port={port}", *arguments, env=environment(**more), **pipes
+    ) as process:
+        yield Up(process, data_dir, port, read_until(process, ready))
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +146,9 @@ def up() -> Iterator[Up]:
         yield found
 
 
-def ask(up: Up, *arguments: str, **more: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*HORDE, "ask", f"--data-dir={up.data_dir}", *arguments],
-        env=environment(**more),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def ask(up: Up, *arguments: str, **more: str) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return started("ask", f"--data-dir={up.data_dir}", *arguments, env=environment(**more), **pipes)
 
 
 def pop(up: Up, model: str) -> dict[str, Any]:
@@ -139,17 +160,33 @@ def pop(up: Up, model: str) -> dict[str, Any]:
     pytest.fail("no job came")
 
 
+def wait_for_broker(up: Up) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with contextlib.suppress(requests.ConnectionError, FileNotFoundError):
+            up.call("GET", "find_user")
+            return
+        assert time.monotonic() < deadline, "the broker never answered"
+        assert up.process.poll() is None, "it has ended"
+        time.sleep(0.1)
+
+
+def assert_nothing_is_left(data_dir: Path) -> None:
+    assert liveness.look(EmbeddedPostgres(data_dir).data) is State.NONE
+    assert not (data_dir / "running.json").exists()
+
+
 def test_everything_starts_ends_on_sigterm_and_is_found_again(data_dir: Path) -> None:
     with horde_up(data_dir, "--no-worker") as first:
+        made_key = first.api_key
         made = run("user", "create", "Ada", "--role=trusted", "--kudos=12", "--json", f"--data-dir={data_dir}")
         ada = json.loads(made.stdout)
         output = first.end()
         assert first.process.returncode == 0, output
         assert output.index("broker      ending") < output.index("PostgreSQL  ending") < output.index("All ended.")
-    assert liveness.look(EmbeddedPostgres(data_dir).data) is State.NONE
-    assert not (data_dir / "running.json").exists()
+    assert_nothing_is_left(data_dir)
     with horde_up(data_dir, "--no-worker") as second:
-        assert second.api_key == first.api_key
+        assert second.api_key == made_key
         found = second.call("GET", "find_user", key=ada["api_key"])
         assert found["username"] == ada["alias"]
         assert found["trusted"] is True
@@ -168,18 +205,91 @@ def test_a_taken_port_is_named_and_nothing_is_left_running(up: Up, data_dir: Pat
     refused = run("up", "--no-worker", f"--port={port}", f"--data-dir={other}")
     assert refused.returncode == 1
     assert f"port {port}" in refused.stderr
+    assert 'make run ARGS="--port 8000"' in refused.stderr
     assert "Traceback" not in refused.stderr
-    assert liveness.look(EmbeddedPostgres(other).data) is State.NONE
+    assert not (other / "postgres").exists(), "a server was started for nothing"
+
+
+def test_a_port_that_is_none_is_blamed_on_the_option_it_came_with() -> None:
+    refused = run("up", "--port=99999")
+    assert refused.returncode == 2
+    assert "--port" in refused.stderr
+    assert "HORDE_PORT" not in refused.stderr
+
+
+def test_without_a_worker_nobody_is_said_to_answer_and_the_brokers_log_is_quiet(up: Up) -> None:
+    assert "Nobody answers until a worker is there" in up.said
+    assert f"horde-worker run --broker {up.url}" in up.said
+    assert "--max-length 20 'The capital of France is'" in up.said
+    assert "listening" not in up.said
+
+
+def test_a_model_that_cannot_be_loaded_ends_everything_with_a_sentence(data_dir: Path) -> None:
+    done = run("up", "--model=/no/such/model", f"--port={free_port()}", f"--data-dir={data_dir}")
+    assert done.returncode == 1
+    assert "/no/such/model is not a directory" in done.stdout
+    assert "Ask it something" not in done.stdout
+    assert "The worker could not begin (status 2)" in done.stderr
+    assert_nothing_is_left(data_dir)
+
+
+def test_without_the_brokers_packages_horde_up_says_how_to_get_them(data_dir: Path) -> None:
+    bare = (sys.executable, "-c", "import sys; sys.modules['psycopg2'] = None\nfrom horde.cli.main import main; main()")
+    done = run("up", f"--data-dir={data_dir}", f"--port={free_port()}", horde=bare)
+    assert done.returncode == 1
+    assert "psycopg2 is not installed here" in done.stderr
+    assert "pip install 'horde[broker]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_horde_up_whose_output_nobody_reads_any_more_goes_on_and_ends_in_order(data_dir: Path) -> None:
+    with horde_up(data_dir, "--no-worker", ready="PostgreSQL  starting") as up:
+        assert up.process.stdout is not None
+        up.process.stdout.close()
+        wait_for_broker(up)
+        assert up.call("GET", "find_user")["username"].startswith("operator#")
+        up.process.terminate()
+        assert up.process.wait(PATIENCE) == 0
+    assert_nothing_is_left(data_dir)
+
+
+def test_a_closed_terminal_ends_everything_in_order(data_dir: Path) -> None:
+    ours, theirs = pty.openpty()
+    # The first terminal that the leader of a session opens is the one whose end it is told of.
+    in_terminal = "import os, sys; os.open(os.ttyname(1), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+    arguments = ["up", "--no-worker", f"--data-dir={data_dir}", f"--port={free_port()}"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", in_terminal, *HORDE, *arguments],
+        env=environment(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    try:
+        os.close(theirs)
+        seen = b""
+        while b"Ctrl-C ends all of it" not in seen:
+            readable, _, _ = select.select([ours], [], [], PATIENCE)
+            assert readable, seen
+            seen += os.read(ours, 4096)
+        os.close(ours)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert_nothing_is_left(data_dir)
 
 
 def test_kill_9_leaves_nothing_that_the_next_start_does_not_mend(data_dir: Path) -> None:
-    with horde_up(data_dir, "--no-worker") as first:
-        accepted = first.call("POST", "generate/text/async", {"prompt": "kept"})
+    with horde_up(data_dir, "--no-worker") as first, ask(first, "kept", "--model=test/kept") as asking:
+        key = first.api_key
+        read_until(asking, "No worker", errors=True)
         first.process.kill()
         first.process.wait()
-    with horde_up(data_dir, "--no-worker") as second:
-        assert second.api_key == first.api_key
-        assert second.call("GET", f"generate/text/status/{accepted['id']}")["waiting"] == 1
+        read_until(asking, "The broker does not answer; trying again", errors=True)
+        with horde_up(data_dir, "--no-worker", port=first.port) as second:
+            assert second.api_key == key
+            done = {"id": pop(second, "test/kept")["id"], "generation": "still here", "seed": 1}
+            second.call("POST", "generate/text/submit", done)
+            output, errors = asking.communicate(timeout=PATIENCE)
+            assert (asking.returncode, output) == (0, "still here\n"), errors
 
 
 def test_a_killed_postgresql_is_started_again(data_dir: Path) -> None:
@@ -206,38 +316,31 @@ def test_a_first_users_key_that_the_database_does_not_know_is_replaced(data_dir:
 
 
 def test_ask_shows_where_the_request_stands_and_prints_the_text(up: Up) -> None:
-    asking = ask(up, "Say hello", "--model=test/shown", "--max-length=20")
-    job = pop(up, "test/shown")
-    assert job["payload"]["prompt"] == "Say hello"
-    assert job["payload"]["max_length"] == 20
-    assert asking.stderr is not None
-    seen = ""
-    while "A worker is at it" not in seen:
-        line = asking.stderr.readline()
-        assert line, seen
-        seen += line
-    up.call("POST", "generate/text/submit", {"id": job["id"], "generation": " hello, 👋 world", "seed": 1})
-    output, _ = asking.communicate(timeout=PATIENCE)
+    with ask(up, "Say hello", "--model=test/shown", "--max-length=20") as asking:
+        job = pop(up, "test/shown")
+        assert job["payload"]["prompt"] == "Say hello"
+        assert job["payload"]["max_length"] == 20
+        read_until(asking, "A worker is at it", errors=True)
+        up.call("POST", "generate/text/submit", {"id": job["id"], "generation": " hello, 👋 world", "seed": 1})
+        output, _ = asking.communicate(timeout=PATIENCE)
     assert asking.returncode == 0
     assert output == " hello, 👋 world\n"
 
 
 def test_ask_prints_every_text_it_asked_for(up: Up) -> None:
-    asking = ask(up, "Count", "--model=test/many", "--n=2")
-    for text in ("one", "two"):
-        up.call("POST", "generate/text/submit", {"id": pop(up, "test/many")["id"], "generation": text, "seed": 1})
-    output, _ = asking.communicate(timeout=PATIENCE)
+    with ask(up, "Count", "--model=test/many", "--n=2") as asking:
+        for text in ("one", "two"):
+            up.call("POST", "generate/text/submit", {"id": pop(up, "test/many")["id"], "generation": text, "seed": 1})
+        output, _ = asking.communicate(timeout=PATIENCE)
     assert sorted(output.split("\n" + "-" * 40 + "\n")) == ["one", "two\n"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_on_ask_cancels_the_request_at_the_broker(up: Up, number: signal.Signals) -> None:
-    asking = ask(up, "Never mind", "--model=test/nobody")
-    assert asking.stderr is not None
-    first = asking.stderr.readline()
-    assert "No worker" in first or "Position" in first
-    asking.send_signal(number)
-    _, errors = asking.communicate(timeout=PATIENCE)
+    with ask(up, "Never mind", "--model=test/nobody") as asking:
+        read_until(asking, "No worker", errors=True)
+        asking.send_signal(number)
+        _, errors = asking.communicate(timeout=PATIENCE)
     assert asking.returncode == 130
     assert "Cancelled." in errors
     url = running_url(up.data_dir)
@@ -250,11 +353,15 @@ def test_ctrl_c_on_ask_cancels_the_request_at_the_broker(up: Up, number: signal.
 
 
 def test_ask_says_when_the_workers_could_not_do_it(up: Up) -> None:
-    asking = ask(up, "Impossible", "--model=test/broken")
-    for _ in range(2):
+    def fail() -> None:
         fault = {"id": pop(up, "test/broken")["id"], "state": "faulted", "generation": "faulted", "seed": -1}
         up.call("POST", "generate/text/submit", fault)
-    output, errors = asking.communicate(timeout=PATIENCE)
+
+    with ask(up, "Impossible", "--model=test/broken") as asking:
+        fail()
+        read_until(asking, "tried again (1)", errors=True)
+        fail()
+        output, errors = asking.communicate(timeout=PATIENCE)
     assert (asking.returncode, output) == (1, "")
     assert "ended in a fault" in errors
 
@@ -265,6 +372,12 @@ def test_a_refused_prompt_is_explained_by_field(up: Up) -> None:
     assert "max_length" in refused.stderr
 
 
+def test_a_refusal_is_said_once(up: Up) -> None:
+    refused = run("ask", "", f"--data-dir={up.data_dir}")
+    assert refused.returncode == 1
+    assert refused.stderr.lower().count("prompt") == 1, refused.stderr
+
+
 def test_status_lists_workers_and_models(up: Up) -> None:
     up.call("POST", "generate/text/pop", {**POP, "models": ["test/listed"]})
     shown = run("status", f"--data-dir={up.data_dir}")
@@ -272,6 +385,19 @@ def test_status_lists_workers_and_models(up: Up) -> None:
     assert up.url in shown.stdout
     assert "tester" in shown.stdout
     assert "test/listed" in shown.stdout
+
+
+def test_status_names_its_figures_and_says_where_nobody_serves(up: Up) -> None:
+    accepted = up.call("POST", "generate/text/async", {"prompt": "unserved", "models": ["test/unserved"]})
+    try:
+        shown = run("status", f"--data-dir={up.data_dir}")
+    finally:
+        up.call("DELETE", f"generate/text/status/{accepted['id']}")
+    assert "1 requests" not in shown.stdout
+    assert "threads" in shown.stdout
+    assert "mean tokens/s" in shown.stdout
+    [line] = [line for line in shown.stdout.splitlines() if line.startswith("test/unserved")]
+    assert line.rstrip().endswith("no worker")
 
 
 def test_user_create_prints_the_key_once_to_people_and_to_programs(database_url: str) -> None:
@@ -319,22 +445,13 @@ def test_serve_refuses_a_database_that_is_not_migrated(empty_database_url: str) 
 
 def test_serve_answers_until_it_is_told_to_stop(database_url: str) -> None:
     port = free_port()
-    process = subprocess.Popen(
-        [*HORDE, "serve", f"--port={port}"],
-        env=environment(HORDE_DATABASE_URL=database_url),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with started("serve", f"--port={port}", env=environment(HORDE_DATABASE_URL=database_url), **pipes) as process:
         read_until(process, f"http://127.0.0.1:{port}")
         assert requests.get(f"http://127.0.0.1:{port}/api/v2/status/heartbeat", timeout=30).json()["message"] == "OK"
         process.terminate()
         output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, output
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -363,8 +480,10 @@ def test_a_real_model_answers_and_ctrl_c_ends_worker_broker_and_postgresql_in_or
     with horde_up(data_dir) as found:
         listed = found.call("GET", "workers?type=text")
         assert [worker["models"] for worker in listed] == [["SmolLM2-135M-Instruct"]]
-        asking = ask(found, "The capital of France is", "--max-length=16")
-        output, errors = asking.communicate(timeout=PATIENCE)
+        assert re.search(r"^worker    \| \d\d:\d\d:\d\d loading SmolLM2", found.said, re.MULTILINE), found.said
+        assert "worker    | serves SmolLM2-135M-Instruct\n" in found.said
+        with ask(found, "The capital of France is", "--max-length=16") as asking:
+            output, errors = asking.communicate(timeout=PATIENCE)
         assert asking.returncode == 0, errors
         assert output.strip()
         said = found.end(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""A broker's two routes over real HTTP, with faults on demand: what a worker meets when things go wrong.
+"""A broker's three routes over real HTTP, with faults on demand: what a worker meets when things go wrong.
 
 Jobs are claimed once and answered again for a repeated key, as a broker does. Nothing here sleeps: a test waits for
 what it wants to see with `wait_until`.
@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 PATIENCE = 20.0
-POP, SUBMIT = "/api/v2/generate/text/pop", "/api/v2/generate/text/submit"
+POP, SUBMIT, FIND_USER = "/api/v2/generate/text/pop", "/api/v2/generate/text/submit", "/api/v2/find_user"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PlayedBroker:
         self.calls: list[Call] = []
         self.settled: dict[str, dict[str, Any]] = {}
         self.forgotten: set[str] = set()
-        self.faults: dict[str, deque[Answer | str]] = {POP: deque(), SUBMIT: deque()}
+        self.faults: dict[str, deque[Answer | str]] = {POP: deque(), SUBMIT: deque(), FIND_USER: deque()}
         self._answers: dict[str, dict[str, Any]] = {}
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
@@ -127,6 +127,8 @@ class PlayedBroker:
                 return fault, None
             if fault == Fault.RESET:
                 return None, fault
+            if call.path == FIND_USER:
+                return Answer(200, {"username": "owner#1"}), fault
             if call.key not in self._answers:
                 answer = self._pop(call.body) if call.path == POP else self._submit(call.body)
                 if isinstance(answer, Answer):
@@ -177,8 +179,13 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):
             super().finish()
 
+    def do_GET(self) -> None:
+        self._reply({})
+
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def _reply(self, body: dict[str, Any]) -> None:
         call = Call(self.path, body, self.headers.get("Idempotency-Key", ""), dict(self.headers))
         answer, fault = self.broker.answer(call)
         if fault is not None or answer is None:

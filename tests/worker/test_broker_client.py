@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.worker.played_broker import POP, SUBMIT, Answer, Fault, PlayedBroker
+from tests.worker.played_broker import FIND_USER, POP, SUBMIT, Answer, Fault, PlayedBroker
 from worker.backoff import Backoff
 from worker.broker import (
     BrokerClient,
@@ -34,6 +34,30 @@ def test_a_pop_carries_key_agent_and_idempotency_key(broker, client):
     assert call.key == "once"
     assert call.headers["apikey"] == "secret-key"
     assert call.headers["Client-Agent"] == "Horde Worker:1:me"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(404, {"message": "No user matches this API key.", "rc": "UserNotFound"}),
+        Answer(401, {"message": "No user matches", "rc": "InvalidAPIKey"}),
+    ],
+)
+def test_a_key_that_is_nobodys_is_noticed(broker, client, answer):
+    broker.fail(FIND_USER, answer)
+    with pytest.raises(TurnedAwayError, match="does not know this API key") as turned_away:
+        client.check_key()
+    assert "secret-key" not in str(turned_away.value)
+    client.check_key()
+    assert broker.made(FIND_USER)[0].headers["apikey"] == "secret-key"
+
+
+def test_a_broker_that_says_nothing_about_keys_is_given_the_benefit_of_the_doubt(broker, client):
+    broker.fail(FIND_USER, Answer(404, b"<html>"), Answer(503), Fault.RESET)
+    client.check_key()
+    for _ in range(2):
+        with pytest.raises(BrokerUnavailableError):
+            client.check_key()
 
 
 def test_the_reward_comes_back(broker, client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from tests.worker.played_broker import PATIENCE, POP, PlayedBroker
+from tests.worker.played_broker import FIND_USER, PATIENCE, POP, Answer, PlayedBroker
 from tests.worker.tiny_model import make_tiny_model
-from worker.cli import main
+from worker.cli import _calm_openmp, main
 from worker.config import ConfigError, WorkerConfig, read_file
 from worker.display import panel
 from worker.status import Status
@@ -211,7 +212,39 @@ def process(broker, patient_model, tmp_path):
         worker.process.communicate()
 
 
-def test_a_worker_serves_drains_on_sigterm_and_never_shows_its_key(broker, process):
+def test_a_key_that_is_nobodys_is_noticed_before_the_model_is_loaded(broker, patient_model, tmp_path):
+    broker.fail(FIND_USER, Answer(404, {"message": "No user matches this API key.", "rc": "UserNotFound"}))
+    worker = Process(broker, patient_model, tmp_path / "log")
+    try:
+        code, _, log = worker.ended()
+    finally:
+        worker.process.kill()
+        worker.process.communicate()
+    assert code == 1
+    assert "Stopped: the broker does not know this API key" in log
+    assert "loading" not in log
+    assert not broker.made(POP)
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}),
+        ({"GOMP_SPINCOUNT": "9"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "9"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+    ],
+)
+def test_openmp_waits_calmly_unless_the_environment_says_otherwise(monkeypatch, given, used):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    monkeypatch.setattr(os, "environ", {**environment, **given})
+    _calm_openmp()
+    assert {n: v for n, v in os.environ.items() if n.startswith(("OMP_", "GOMP_"))} == used
+
+
+def test_a_worker_serves_drains_on_sigterm_and_never_shows_its_key(broker, process, monkeypatch):
+    # Has libgomp say how it was set up, once it is loaded with torch.
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     worker = process()
     broker.give("j", "canary prompt", max_length=20, temperature=0, seed=1)
     broker.wait_until(lambda: "j" in broker.settled)
@@ -222,6 +255,8 @@ def test_a_worker_serves_drains_on_sigterm_and_never_shows_its_key(broker, proce
     assert "job j delivered, 1.50 kudos" in log
     assert KEY not in output + log
     assert "canary prompt" not in log
+    if "OPENMP DISPLAY ENVIRONMENT" in log:
+        assert "OMP_WAIT_POLICY = 'PASSIVE'" in log
     [result] = [broker.settled["j"]]
     assert (result["state"], result["finish_reason"], len(result["token_ids"])) == ("ok", "length", 20)
     pop = broker.made(POP)[0].body
@@ -251,6 +286,8 @@ def test_a_terminal_gets_a_live_panel(broker, process):
         os.close(theirs)
         seen = b""
         while b"tokens/s" not in seen or b"serves tiny-llama" not in seen:
+            readable, _, _ = select.select([ours], [], [], 60)
+            assert readable, seen
             seen += os.read(ours, 4096)
         worker.signal(signal.SIGTERM)
         worker.process.wait(PATIENCE)

