@@ -18,15 +18,17 @@ RESERVED_MODEL = "*"
 FULL_SAMPLER_ORDER = 7
 SEED_BITS = 31
 
-# Counted no further than any limit reaches, so that a flood cannot make its own admission slow.
-COUNT_WAITING = Prepared("""
-SELECT coalesce(sum(waiting), 0)::int FROM (
-    SELECT waiting FROM requests WHERE user_id = %(user)s AND waiting > 0 LIMIT 1000) AS mine
+# Counted no further than any limit reaches, so that a flood cannot make its own admission slow. The balance is that of the last
+# fold: it decides a place in the queue only.
+READ_STANDING = Prepared("""
+SELECT (SELECT coalesce(sum(waiting), 0) FROM (
+            SELECT waiting FROM requests WHERE user_id = %(user)s AND waiting > 0 LIMIT 1000) AS mine)::int AS waiting,
+       (SELECT balance FROM accounts WHERE user_id = %(user)s) AS balance
 """)
 
-# AI Horde counts the anonymous account's concurrency by model, since strangers share it.
-COUNT_WAITING_FOR_MODELS = Prepared("""
-SELECT coalesce(sum(waiting), 0)::int FROM (
+# AI Horde counts the anonymous account's concurrency by model, since strangers share it; its balance brings nobody forward.
+READ_ANONYMOUS_STANDING = Prepared("""
+SELECT coalesce(sum(waiting), 0)::int AS waiting, 0 AS balance FROM (
     SELECT waiting FROM requests
     WHERE user_id = %(user)s AND waiting > 0 AND (models = %(models)s::text[] OR models && %(models)s::text[]) LIMIT 1000) AS mine
 """)
@@ -108,11 +110,21 @@ def check_workers(tx: Transaction, worker_ids: Sequence[uuid.UUID]) -> None:
             raise not_found(f"Worker with ID {worker} not found.", rc="WorkerNotFound")
 
 
-def count_waiting(tx: Transaction, user: User, models: Sequence[str]) -> int:
-    """Slots of the user that wait now, as far as its concurrency is concerned; read without a lock."""
+@dataclass(frozen=True)
+class Standing:
+    """What a user has waiting, in slots as far as its concurrency is concerned, and its balance in hundredths of a kudos."""
+
+    waiting: int
+    balance: int
+
+
+def read_standing(tx: Transaction, user: User, models: Sequence[str]) -> Standing:
+    """The user's standing, read without a lock."""
     if user.anonymous:
-        return int(tx.execute(COUNT_WAITING_FOR_MODELS, {"user": user.id, "models": list(models)}).scalar_one())
-    return int(tx.execute(COUNT_WAITING, {"user": user.id}).scalar_one())
+        row = tx.execute(READ_ANONYMOUS_STANDING, {"user": user.id, "models": list(models)}).one()
+    else:
+        row = tx.execute(READ_STANDING, {"user": user.id}).one()
+    return Standing(row.waiting, row.balance or 0)
 
 
 def check_concurrency(user: User, waiting: int, n: int) -> None:

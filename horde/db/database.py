@@ -12,13 +12,13 @@ import hashlib
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import psycopg2
 import sqlalchemy as sa
-from psycopg2.extras import NamedTupleCursor
 from sqlalchemy import exc
 
 from horde.errors import HordeError, unavailable
@@ -123,10 +123,10 @@ class Transaction:
 
     def _run(self, statement: str, parameters: Mapping[str, Any] | None = None) -> Rows:
         # The driver's own cursor: SQLAlchemy's result machinery costs as much again as a short statement.
-        cursor = self._driver.cursor(cursor_factory=NamedTupleCursor)
+        cursor = self._driver.cursor()
         try:
             cursor.execute(statement, parameters or {})
-            return Rows(list(cursor.fetchall()) if cursor.description else [], cursor.rowcount)
+            return Rows(_rows(statement, cursor), cursor.rowcount)
         except psycopg2.Error as error:
             raise self._wrapped(error, statement) from error
         finally:
@@ -175,6 +175,23 @@ class Transaction:
             self._run("ROLLBACK")
         except exc.DBAPIError:
             self.connection.invalidate()
+
+
+# Its names are known at run time only, which a type checker does not take from `namedtuple` itself.
+_make_row_type: Callable[..., Any] = namedtuple  # noqa: PYI024
+_row_types: dict[str, Callable[[Iterable[Any]], Any]] = {}
+
+
+def _rows(statement: str, cursor: Any) -> list[Any]:
+    """The rows as named tuples. Which names is looked up once per statement: reading them costs more than the row."""
+    if cursor.description is None:
+        return []
+    make = _row_types.get(statement)
+    if make is None:
+        names = [column.name for column in cursor.description]
+        row = _make_row_type("Row", names, rename=True)
+        make = _row_types[statement] = row._make
+    return [make(row) for row in cursor.fetchall()]
 
 
 class Database:

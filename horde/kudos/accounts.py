@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from horde.db.database import Prepared, Transaction
-from horde.kudos.ledger import Line, post_entry
+from horde.db.database import Transaction
+from horde.kudos.ledger import Balance, Line, post_entry
 
 OPEN_ACCOUNT = "INSERT INTO accounts (kind, user_id, floor) VALUES ('user', %(user)s, %(floor)s) RETURNING id"
 
 SYSTEM_ACCOUNT = "SELECT id FROM accounts WHERE kind = %(kind)s AND user_id IS NULL"
 
-READ_FOLDED_BALANCE = Prepared("SELECT balance FROM accounts WHERE user_id = %(user)s")
-
-# The folded balance plus what the fold has yet to see, in one snapshot.
+# The folded balance and what the fold has yet to see, in one snapshot: as sums, and, where the floor may stop a payment, one
+# by one in the order in which the fold will count them.
 READ_BALANCE = """
-SELECT a.balance
-    + coalesce((SELECT sum(CASE WHEN e.owner_id = %(user)s THEN e.reward ELSE 0 END
-                           - CASE WHEN e.user_id = %(user)s THEN e.price ELSE 0 END)
-                FROM events_unfolded u JOIN events e ON e.id = u.event_id
-                WHERE e.owner_id = %(user)s OR e.user_id = %(user)s), 0) AS balance, a.floor
-FROM accounts a WHERE a.user_id = %(user)s
+WITH fresh AS MATERIALIZED (
+    SELECT e.id, CASE WHEN e.user_id = %(user)s THEN e.price ELSE 0 END AS price,
+           CASE WHEN e.owner_id = %(user)s THEN e.reward ELSE 0 END AS reward
+    FROM events_unfolded u JOIN events e ON e.id = u.event_id
+    WHERE (e.owner_id = %(user)s AND e.reward <> 0) OR (e.user_id = %(user)s AND e.price <> 0)),
+sums AS (SELECT coalesce(sum(price), 0) AS price, coalesce(sum(reward), 0) AS reward FROM fresh),
+account AS (
+    SELECT balance, floor, floor IS NOT NULL AND balance - sums.price < floor AS near_floor, sums.price, sums.reward
+    FROM accounts, sums WHERE user_id = %(user)s)
+SELECT balance, floor, near_floor, price, reward,
+       CASE WHEN near_floor THEN ARRAY(SELECT price FROM fresh ORDER BY id) END AS prices,
+       CASE WHEN near_floor THEN ARRAY(SELECT reward FROM fresh ORDER BY id) END AS rewards
+FROM account
 """
 
 
@@ -30,14 +36,18 @@ def open_account(tx: Transaction, user_id: int, grant: int = 0) -> None:
         post_entry(tx, [Line(mint, -grant), Line(account, grant)], reason="grant")
 
 
-def read_folded_balance(tx: Transaction, user_id: int) -> int:
-    """Hundredths as of the last fold: for what may lag a little, such as a place in the queue."""
-    return int(tx.execute(READ_FOLDED_BALANCE, {"user": user_id}).scalar_one_or_none() or 0)
-
-
 def read_balance(tx: Transaction, user_id: int) -> int:
-    """Hundredths that a user has, the events not folded yet included."""
+    """Hundredths that a user has, the events not folded yet included, as the fold will count them.
+
+    What a floor leaves unpaid is written off at that event, and nothing earned later pays for it.
+    """
     row = tx.execute(READ_BALANCE, {"user": user_id}).one_or_none()
     if row is None:
         return 0
-    return int(row.balance if row.floor is None else max(row.balance, row.floor))
+    if not row.near_floor:
+        return int(row.balance - row.price + row.reward)
+    balance = Balance(row.balance, row.floor)
+    for price, reward in zip(row.prices, row.rewards, strict=True):
+        balance.pay(price)
+        balance.earn(reward)
+    return balance.amount

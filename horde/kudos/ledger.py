@@ -28,7 +28,7 @@ WHERE accounts.id = change.account_id
 
 APPEND_LINES = """
 INSERT INTO ledger (entry_id, event_id, account_id, amount, reason, created_at)
-SELECT line.entry_id, line.event_id, line.account_id, line.amount, line.reason, horde_now()
+SELECT line.entry_id, line.event_id, line.account_id, line.amount, line.reason, (SELECT horde_now())
 FROM unnest(%(entries)s::uuid[], %(events)s::bigint[], %(accounts)s::bigint[], %(amounts)s::bigint[], %(reasons)s::text[])
      AS line (entry_id, event_id, account_id, amount, reason)
 """
@@ -43,16 +43,27 @@ class Line:
 
 
 @dataclass
-class _Account:
-    id: int
-    balance: int
+class Balance:
+    """What is on an account while events are counted, in hundredths; no payment takes it below its floor."""
+
+    amount: int
     floor: int | None
 
     def pay(self, amount: int) -> int:
         """Take up to `amount` without passing below the floor; returns what was taken."""
-        payable = amount if self.floor is None else max(0, min(amount, self.balance - self.floor))
-        self.balance -= payable
+        payable = amount if self.floor is None else max(0, min(amount, self.amount - self.floor))
+        self.amount -= payable
         return payable
+
+    def earn(self, amount: int) -> None:
+        """Put `amount` on it."""
+        self.amount += amount
+
+
+@dataclass
+class _Account:
+    id: int
+    balance: Balance
 
 
 def post_entry(tx: Transaction, lines: Sequence[Line], *, reason: str) -> None:
@@ -75,7 +86,9 @@ def fold_into_ledger(tx: Transaction, events: Sequence[Any]) -> None:
         return
     users = sorted({event.user_id for event in paying} | {event.owner_id for event in paying if event.reward})
     rows = tx.execute(LOCK_ACCOUNTS, {"ids": [], "users": users, "kinds": ["horde", "write_off"]}).all()
-    by_user = {row.user_id: _Account(row.id, row.balance, row.floor) for row in rows if row.user_id is not None}
+    by_user = {
+        row.user_id: _Account(row.id, Balance(row.balance, row.floor)) for row in rows if row.user_id is not None
+    }
     system = {row.kind: row.id for row in rows if row.user_id is None}
     lines: list[tuple[uuid.UUID, int | None, int, int, str]] = []
     for event in paying:
@@ -87,7 +100,7 @@ def fold_into_ledger(tx: Transaction, events: Sequence[Any]) -> None:
 
 def _entry(event: Any, by_user: dict[int, _Account], system: dict[str, int]) -> list[tuple[int, int]]:
     payer = by_user[event.user_id]
-    paid = payer.pay(event.price)
+    paid = payer.balance.pay(event.price)
     amounts = [
         (payer.id, -paid),
         (system["write_off"], paid - event.price),
@@ -95,7 +108,7 @@ def _entry(event: Any, by_user: dict[int, _Account], system: dict[str, int]) -> 
     ]
     if event.reward:
         owner = by_user[event.owner_id]
-        owner.balance += event.reward
+        owner.balance.earn(event.reward)
         amounts.append((owner.id, event.reward))
     return amounts
 

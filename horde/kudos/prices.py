@@ -1,13 +1,15 @@
 """What a text costs its client and earns its worker's owner.
 
 The formulas are AI Horde's (published in its API's behaviour): reward = tokens x size bonus x billions of parameters / 125 x
-context multiplier, and the client pays one kudos more than the worker earns.
+context multiplier, and the client pays one kudos more than the worker earns. Nobody checks here what a model is, and anybody
+can name one: the size that a name tells is believed of trusted owners only, and for all others the model counts as unknown.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 
 HUNDREDTHS = 100
 FEE = 1 * HUNDREDTHS  # per delivered result, kept by the horde
@@ -19,7 +21,7 @@ VALIDATED_BRIDGES = ("AI Horde Worker", "KoboldCppEmbedWorker", "TabbyAPI", "Hor
 VALIDATED_BACKENDS = ("aphrodite~oai", "aphrodite~kai")
 UNVALIDATED_SHARE = 0.3
 UNKNOWN_MODEL_PER_TOKEN = 0.027
-# A name that tells of more is not believed: anybody can name a model, and a reward must fit its column.
+# A name that tells of more is not believed of anybody: a reward must fit its column.
 MOST_BILLIONS = 2000
 
 _SIZE = re.compile(r"(?<![A-Za-z0-9.])(\d+(?:\.\d+)?)\s?([bBmM])(?![A-Za-z0-9])")
@@ -46,8 +48,13 @@ def context_multiplier(prompt_tokens: int) -> float:
 
 
 def text_reward(*, tokens: int, prompt_tokens: int, model: str, trusted: bool, validated: bool) -> int:
-    """Hundredths of a kudos that a worker's owner earns for one text of `tokens` tokens."""
-    billions = billions_of_parameters(model)
+    """Hundredths of a kudos that a worker's owner earns for one text of `tokens` tokens.
+
+    Args:
+        trusted: whether the owner is. Of anybody else no size is believed: an unknown model earns the trusted 0.027 a token,
+            and others the context multiplier alone, once.
+    """
+    billions = billions_of_parameters(model) if trusted else None
     context = context_multiplier(prompt_tokens)
     if billions is None:
         kudos = tokens * context * UNKNOWN_MODEL_PER_TOKEN if trusted else context
@@ -64,11 +71,22 @@ def is_validated(bridge_agent: str) -> bool:
     return name in VALIDATED_BRIDGES or name.endswith(VALIDATED_BACKENDS)
 
 
-def estimate_text_price(*, n: int, max_length: int, prompt: str, models: list[str]) -> int:
-    """Hundredths that n full-length texts would cost on the largest model named; for dry runs and the 202."""
-    sizes = {model: billions_of_parameters(model) or 0 for model in models} or {"": 0.0}
-    largest = max(sizes, key=lambda model: sizes[model])
-    reward = text_reward(
-        tokens=max_length, prompt_tokens=estimate_tokens(prompt), model=largest, trusted=True, validated=True
-    )
-    return TEXT_TAX + n * (reward + FEE)
+def estimate_text_price(*, n: int, max_length: int, prompt: str, models: Iterable[str]) -> int:
+    """Hundredths that n texts cost at most, tax included; for dry runs and the 202.
+
+    It is what they cost if all are of full length and each comes from whoever earns most for it: a trusted owner's validated
+    worker with the largest of `models`, or, where that is more (for a short text of a small model), a stranger's worker, which
+    is paid by the job. For an order that names its models, give those: no delivery then costs more. For one that takes any
+    model, give those that trusted owners serve at this moment; a larger one that comes later may cost more.
+    """
+    return TEXT_TAX + n * most_per_text(max_length=max_length, prompt_tokens=estimate_tokens(prompt), models=models)
+
+
+def most_per_text(*, max_length: int, prompt_tokens: int, models: Iterable[str]) -> int:
+    """Hundredths that one text of any of `models` can cost, fee included."""
+
+    def reward(model: str, *, trusted: bool) -> int:
+        return text_reward(tokens=max_length, prompt_tokens=prompt_tokens, model=model, trusted=trusted, validated=True)
+
+    # The second one does not depend on the model.
+    return FEE + max(reward("", trusted=False), *(reward(model, trusted=True) for model in set(models) or {""}))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import structlog
 from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
+from sqlalchemy.exc import SQLAlchemyError
 
 from horde.errors import HordeError
 from horde.lifecycle.outages import BEAT_EVERY, beat
@@ -92,10 +93,14 @@ class Maintenance:
         self._guarded(run)
 
     def _guarded(self, work: Callable[[], object]) -> bool:
-        """Run a step; a database that does not answer is logged and tried again with the next tick."""
+        """Run a step; one that the database fails, for whatever reason, is logged and tried again with the next tick."""
         try:
             work()
         except HordeError as error:
             log.warning("maintenance.step_failed", error=error.message)
+            return False
+        except SQLAlchemyError as error:
+            # The type only: what PostgreSQL says of a refused row may hold somebody's prompt.
+            log.warning("maintenance.step_failed", error=type(error).__name__)
             return False
         return True

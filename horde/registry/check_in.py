@@ -19,7 +19,7 @@ READ_WORKER = Prepared("""
 SELECT w.id, w.owner_id, w.kind, w.models, w.max_length, w.max_context_length, w.threads, w.nsfw, w.posts_progress, w.bridge_agent,
        w.maintenance, w.maintenance_message, w.last_check_in <= horde_now() - make_interval(secs => %(write_every)s) AS due,
        w.last_check_in > horde_now() - make_interval(secs => %(online)s) AS online,
-       t.recent_tokens / nullif(t.recent_seconds, 0) AS speed
+       tokens_per_second(t.recent_tokens, t.recent_seconds) AS speed
 FROM workers w LEFT JOIN worker_totals t ON t.worker_id = w.id
 WHERE w.name = %(name)s AND w.deleted_at IS NULL
 """)

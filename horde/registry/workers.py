@@ -18,8 +18,8 @@ SELECT w.id, w.name, w.kind, w.owner_id, w.models, w.max_length, w.max_context_l
        coalesce(t.aborted, 0) + coalesce(fresh.aborted, 0) AS aborted,
        coalesce(t.tokens, 0) + coalesce(fresh.tokens, 0) AS tokens,
        coalesce(t.earned, 0) + coalesce(fresh.earned, 0) AS earned,
-       (coalesce(t.recent_tokens, 0) + coalesce(fresh.tokens, 0))
-           / nullif(coalesce(t.recent_seconds, 0) + coalesce(fresh.seconds, 0), 0) AS speed
+       tokens_per_second(coalesce(t.recent_tokens, 0) + coalesce(fresh.measured_tokens, 0),
+                         coalesce(t.recent_seconds, 0) + coalesce(fresh.measured_seconds, 0)) AS speed
 FROM workers w
 JOIN users owner ON owner.id = w.owner_id
 LEFT JOIN worker_totals t ON t.worker_id = w.id
@@ -27,7 +27,8 @@ LEFT JOIN (
     SELECT e.worker_id, count(*) FILTER (WHERE e.kind = 'stored') AS fulfilled,
            count(*) FILTER (WHERE e.kind = 'faulted' AND e.reason <> 'release_cap') AS aborted,
            sum(e.tokens) AS tokens, sum(e.reward) AS earned,
-           sum((e.timings ->> 'run_ms')::float / 1000) FILTER (WHERE e.kind = 'stored') AS seconds
+           sum(e.tokens) FILTER (WHERE e.kind = 'stored' AND e.tokens > 0 AND run_seconds(e.timings) > 0) AS measured_tokens,
+           sum(run_seconds(e.timings)) FILTER (WHERE e.kind = 'stored' AND e.tokens > 0) AS measured_seconds
     FROM events_unfolded u JOIN events e ON e.id = u.event_id WHERE e.worker_id IS NOT NULL GROUP BY e.worker_id
 ) fresh ON fresh.worker_id = w.id
 WHERE w.deleted_at IS NULL AND {which}
@@ -41,10 +42,20 @@ _BY = {
     "online": "w.last_check_in > horde_now() - make_interval(secs => %(online)s) AND (%(value)s::text IS NULL OR w.kind = %(value)s)",
 }
 
+SERVED_BY_TRUSTED = """
+SELECT DISTINCT model FROM worker_offers w, unnest(w.models) AS model
+WHERE w.kind = %(kind)s AND w.trusted AND NOT w.maintenance
+  AND w.last_check_in > horde_now() - make_interval(secs => %(online)s)
+"""
+
 SET_MAINTENANCE = """
 UPDATE workers SET maintenance = %(on)s, maintenance_message = CASE WHEN %(on)s THEN %(message)s END,
                    aborts_forgiven_at = CASE WHEN %(on)s THEN aborts_forgiven_at ELSE horde_now() END
 WHERE id = %(worker)s AND deleted_at IS NULL
+"""
+
+SET_MESSAGE = """
+UPDATE workers SET maintenance_message = %(message)s WHERE id = %(worker)s AND maintenance AND deleted_at IS NULL
 """
 
 SET_INFO = "UPDATE workers SET info = %(info)s WHERE id = %(worker)s AND deleted_at IS NULL"
@@ -66,9 +77,19 @@ def read_workers(tx: Transaction, by: str, value: Any = None) -> Sequence[Any]:
     return tx.execute(statement, {"value": value, "online": ONLINE_SECONDS}).all()
 
 
+def served_by_trusted(tx: Transaction, kind: str) -> list[str]:
+    """Models of a kind that workers of trusted owners serve now."""
+    return list(tx.execute(SERVED_BY_TRUSTED, {"kind": kind, "online": ONLINE_SECONDS}).scalars())
+
+
 def set_maintenance(tx: Transaction, worker_id: uuid.UUID, *, on: bool, message: str | None) -> None:
     """Set or clear maintenance; clearing it forgives the aborts so far."""
     tx.execute(SET_MAINTENANCE, {"worker": worker_id, "on": on, "message": message})
+
+
+def set_maintenance_message(tx: Transaction, worker_id: uuid.UUID, message: str) -> bool:
+    """Say something else about a worker in maintenance; False when it is in none."""
+    return tx.execute(SET_MESSAGE, {"worker": worker_id, "message": message}).rowcount == 1
 
 
 def set_info(tx: Transaction, worker_id: uuid.UUID, info: str) -> None:

@@ -12,31 +12,41 @@ from typing import Any
 
 from horde.db.database import Transaction
 
-# Older jobs weigh less in a worker's speed: after 10 jobs a job counts for a third.
+# Older jobs weigh less in a worker's speed: after 10 jobs a job counts for a third. Empty results say nothing about it.
 SPEED_MEMORY = 0.9
 
 CLAIM_UNFOLDED = """
 WITH claimed AS (
     DELETE FROM events_unfolded WHERE event_id IN (
-        SELECT event_id FROM events_unfolded ORDER BY event_id LIMIT %(batch)s FOR UPDATE SKIP LOCKED)
+        SELECT u.event_id FROM events_unfolded u
+        WHERE NOT EXISTS (SELECT FROM events_set_aside a WHERE a.event_id = u.event_id)
+        ORDER BY u.event_id LIMIT %(batch)s FOR UPDATE OF u SKIP LOCKED)
     RETURNING event_id)
 SELECT e.id, e.at, e.kind, e.request_kind, e.user_id, e.worker_id, e.worker_name, e.owner_id, e.model, e.reason, e.price, e.reward,
-       e.tokens, e.timings
+       e.tokens, run_seconds(e.timings) AS seconds
 FROM claimed JOIN events e ON e.id = claimed.event_id ORDER BY e.id
 """
 
+SET_ASIDE = """
+INSERT INTO events_set_aside (event_id, at, error) VALUES (%(event)s, horde_now(), %(error)s) ON CONFLICT DO NOTHING
+"""
+
 ADD_WORKER_TOTALS = """
+WITH new AS (
+    SELECT * FROM unnest(%(ids)s::uuid[], %(claimed)s::bigint[], %(fulfilled)s::bigint[], %(aborted)s::bigint[],
+                         %(tokens)s::bigint[], %(earned)s::bigint[], %(measured)s::bigint[], %(recent_tokens)s::float[],
+                         %(recent_seconds)s::float[])
+         AS new (id, claimed, fulfilled, aborted, tokens, earned, measured, recent_tokens, recent_seconds))
 INSERT INTO worker_totals AS t (worker_id, claimed, fulfilled, aborted, tokens, earned, recent_tokens, recent_seconds)
 SELECT id, claimed, fulfilled, aborted, tokens, earned, recent_tokens, recent_seconds
-FROM unnest(%(ids)s::uuid[], %(claimed)s::bigint[], %(fulfilled)s::bigint[], %(aborted)s::bigint[], %(tokens)s::bigint[],
-            %(earned)s::bigint[], %(recent_tokens)s::float[], %(recent_seconds)s::float[])
-     AS new (id, claimed, fulfilled, aborted, tokens, earned, recent_tokens, recent_seconds)
-WHERE EXISTS (SELECT FROM workers WHERE workers.id = new.id)
+FROM new WHERE EXISTS (SELECT FROM workers WHERE workers.id = new.id)
 ORDER BY id
 ON CONFLICT (worker_id) DO UPDATE SET claimed = t.claimed + excluded.claimed, fulfilled = t.fulfilled + excluded.fulfilled,
     aborted = t.aborted + excluded.aborted, tokens = t.tokens + excluded.tokens, earned = t.earned + excluded.earned,
-    recent_tokens = t.recent_tokens * (%(memory)s ^ excluded.fulfilled) + excluded.recent_tokens,
-    recent_seconds = t.recent_seconds * (%(memory)s ^ excluded.fulfilled) + excluded.recent_seconds
+    recent_tokens = excluded.recent_tokens
+        + faded(t.recent_tokens, %(memory)s, (SELECT measured FROM new WHERE new.id = t.worker_id)),
+    recent_seconds = excluded.recent_seconds
+        + faded(t.recent_seconds, %(memory)s, (SELECT measured FROM new WHERE new.id = t.worker_id))
 """
 
 ADD_USER_TOTALS = """
@@ -70,6 +80,11 @@ def claim_unfolded(tx: Transaction, batch: int = 500) -> Sequence[Any]:
     return tx.execute(CLAIM_UNFOLDED, {"batch": batch}).all()
 
 
+def set_aside(tx: Transaction, event_id: int, error: str) -> None:
+    """Let the folds pass over an event until its row in `events_set_aside` is deleted; reads show it as unfolded meanwhile."""
+    tx.execute(SET_ASIDE, {"event": event_id, "error": error})
+
+
 def is_abort(event: Any) -> bool:
     """Whether an event is a fault that its worker is blamed for."""
     return bool(event.kind == "faulted" and event.reason != "release_cap")
@@ -92,7 +107,7 @@ def _columns(sums: dict[Any, dict[str, float]], fields: Sequence[str]) -> dict[s
 
 
 def _fold_workers(tx: Transaction, events: Iterable[Any]) -> None:
-    fields = ("claimed", "fulfilled", "aborted", "tokens", "earned", "recent_tokens", "recent_seconds")
+    fields = ("claimed", "fulfilled", "aborted", "tokens", "earned", "measured", "recent_tokens", "recent_seconds")
     sums = _sums(fields)
     for event in events:
         total = sums[event.worker_id]
@@ -102,10 +117,10 @@ def _fold_workers(tx: Transaction, events: Iterable[Any]) -> None:
             total["fulfilled"] += 1
             total["tokens"] += event.tokens
             total["earned"] += event.reward
-            total["recent_tokens"] = total["recent_tokens"] * SPEED_MEMORY + event.tokens
-            total["recent_seconds"] = (
-                total["recent_seconds"] * SPEED_MEMORY + (event.timings or {}).get("run_ms", 0) / 1000
-            )
+            if event.tokens > 0 and event.seconds > 0:
+                total["measured"] += 1
+                total["recent_tokens"] = total["recent_tokens"] * SPEED_MEMORY + event.tokens
+                total["recent_seconds"] = total["recent_seconds"] * SPEED_MEMORY + event.seconds
     if sums:
         tx.execute(ADD_WORKER_TOTALS, {"ids": list(sums), "memory": SPEED_MEMORY, **_columns(sums, fields)})
 

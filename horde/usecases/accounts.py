@@ -10,8 +10,7 @@ from horde.db.database import Database, Transaction
 from horde.errors import bad_request
 from horde.kudos.accounts import open_account
 from horde.kudos.prices import HUNDREDTHS
-
-LONGEST_NAME = 100
+from horde.registry.names import user_name
 
 CREATE_USER = """
 INSERT INTO users (name, key_hash, created_at, trusted, moderator, admin)
@@ -33,10 +32,9 @@ def create_user(database: Database, name: str, roles: Sequence[str] = (), kudos:
     """Create a user with a fresh key, the given roles and kudos.
 
     Raises:
-        HordeError: 400, when the name is empty, too long or holds control characters, or a role is unknown.
+        HordeError: 400, when the name is empty, too long or holds what cannot be seen, or a role is unknown.
     """
-    if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
-        raise bad_request(f"A username has 1 to {LONGEST_NAME} printable characters.", field="username")
+    name = user_name(name)
     unknown = sorted(set(roles) - set(ROLES))
     if unknown:
         raise bad_request(f"Unknown role {unknown[0]!r}; roles are {', '.join(ROLES)}.", field="role")

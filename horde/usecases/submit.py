@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,14 @@ from horde.lifecycle.words import ResultState, Verdict
 from horde.usecases.context import Context
 from horde.usecases.pricing import price_result
 
+# More than any tokenizer's tokens have on average. A result must always be storable, so what is longer is cut: twenty of them
+# are read in one status.
+CHARACTERS_KEPT_PER_TOKEN = 100
+
 # The job first, then the key, then whose job it is: workers rely on that order of errors.
 FIND_JOB = Prepared("""
-SELECT j.owner_id, u.id AS user_id
-FROM jobs j LEFT JOIN users u ON u.key_hash = %(hash)s AND u.deleted_at IS NULL
+SELECT j.owner_id, r.max_length, u.id AS user_id
+FROM jobs j JOIN requests r ON r.id = j.request_id LEFT JOIN users u ON u.key_hash = %(hash)s AND u.deleted_at IS NULL
 WHERE j.id = %(job)s
 """)
 
@@ -50,6 +55,9 @@ class Submission:
 def submit_text(context: Context, api_key: str, submission: Submission) -> float:
     """Settle the job as reported; returns the reward in kudos.
 
+    Of a text, 100 characters for each token of the order's `max_length` are kept. A repeat with the first call's idempotency
+    key is answered as that was, whatever it says.
+
     Raises:
         HordeError: 404 `InvalidJobID`, 401, 403 `WrongCredentials`, 400 `DuplicateGen` or `AbortedGen`; nothing is changed then.
     """
@@ -62,6 +70,8 @@ def submit_text(context: Context, api_key: str, submission: Submission) -> float
         raise invalid_key()
     if job.user_id != job.owner_id:
         raise forbidden("wrong credentials: this job was given to another user's worker.", rc="WrongCredentials")
+    kept = submission.text[: CHARACTERS_KEPT_PER_TOKEN * job.max_length]
+    submission = dataclasses.replace(submission, text=kept)
     settlement = context.database.run(lambda tx: _settle(tx, context, submission))
     context.wakeups.announce(settlement.waits_for)
     return _answer(submission, settlement)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
+
+import structlog
+from sqlalchemy.exc import DBAPIError
 
 from horde.admission.idempotency import KeyTaken, check_key, find_answer, keep_answer
 from horde.admission.keys import User, authenticate
@@ -13,12 +17,11 @@ from horde.admission.text import (
     check_concurrency,
     check_order,
     check_workers,
-    count_waiting,
     new_seeds,
+    read_standing,
 )
 from horde.db.database import Transaction
 from horde.errors import not_found
-from horde.kudos.accounts import read_folded_balance
 from horde.kudos.prices import HUNDREDTHS, TEXT_TAX, estimate_text_price
 from horde.lifecycle.cancel import cancel
 from horde.lifecycle.enqueue import NewRequest, enqueue, queue_keys
@@ -26,10 +29,13 @@ from horde.lifecycle.status import Status, read_status
 from horde.lifecycle.words import CancelReason, Kind
 from horde.queue.estimate import Estimate, estimate, is_possible
 from horde.queue.rank import rank_offset
+from horde.registry.workers import served_by_trusted
 from horde.usecases.context import Context
 from horde.usecases.pricing import price_result
 
 __all__ = ["Accepted", "Generation", "TextOrder", "TextStatus", "cancel_text", "read_text_status", "request_text"]
+
+log = structlog.get_logger(__name__)
 
 ROUTE = "text/async"
 NOBODY = "No worker online can serve this request now. It waits until one comes or it expires."
@@ -77,44 +83,57 @@ class TextStatus:
     generations: list[Generation]
 
 
+@dataclass(frozen=True)
+class _Admitted:
+    """An order that may be enqueued, or, for a repeat, what its first call was `answered`.
+
+    Attributes:
+        offset: seconds, of its rank.
+        price: kudos, at most for what it asks.
+    """
+
+    user: User
+    answered: Accepted | None = None
+    offset: float = 0.0
+    price: float = 0.0
+
+
 def request_text(context: Context, api_key: str, order: TextOrder) -> Accepted:
     """Admit and enqueue an order; on disk when this returns.
+
+    `kudos` of the answer is what it costs at most: see `estimate_text_price`.
 
     Raises:
         HordeError: 400, 401, 404, 422 or 429, with nothing enqueued.
     """
     key = check_key(order.idempotency_key) if order.idempotency_key is not None else None
 
-    def admit(tx: Transaction) -> tuple[User, Accepted | None, float]:
+    def admit(tx: Transaction) -> _Admitted:
         user = authenticate(tx, api_key)
         if key is not None:
             answer = find_answer(tx, user.id, _scope(user, order), ROUTE, key, order.body_hash)
             if answer is not None:
-                return user, _replay(answer), 0.0
+                return _Admitted(user, _replay(answer))
         check_order(order, user)
         check_workers(tx, order.worker_ids)
-        waiting = count_waiting(tx, user, order.models)
+        standing = read_standing(tx, user, order.models)
         if not order.dry_run and context.settings.rate_limits == "on":
-            check_concurrency(user, waiting, order.n)
-        balance = 0 if user.anonymous else read_folded_balance(tx, user.id)
-        return user, None, rank_offset(balance / HUNDREDTHS, waiting)
+            check_concurrency(user, standing.waiting, order.n)
+        offset = rank_offset(standing.balance / HUNDREDTHS, standing.waiting)
+        return _Admitted(user, None, offset, _price(tx, order))
 
-    user, answered, offset = context.database.read(admit)
-    if answered is not None:
-        return answered
-    hundredths = estimate_text_price(n=order.n, max_length=order.max_length, prompt=order.prompt, models=order.models)
-    price = hundredths / HUNDREDTHS
+    admitted = context.database.read(admit)
+    if admitted.answered is not None:
+        return admitted.answered
     if order.dry_run:
-        return Accepted(None, price)
-    new = _new_request(order, user, offset)
+        return Accepted(None, admitted.price)
+    new = _new_request(order, admitted.user, admitted.offset)
     try:
-        possible = _enqueue(context, new, user, order, key, price)
+        accepted = _enqueue(context, new, admitted, order, key)
     except KeyTaken:
         return request_text(context, api_key, order)
     context.wakeups.announce(queue_keys(Kind.TEXT, order.models), order.n)
-    if possible:
-        return Accepted(new.id, price)
-    return Accepted(new.id, price, NOBODY, [{"code": "NoAvailableWorker", "message": NOBODY}])
+    return accepted
 
 
 def read_text_status(context: Context, request_id: uuid.UUID) -> TextStatus:
@@ -137,8 +156,13 @@ def _scope(user: User, order: TextOrder) -> str:
     return order.address if user.anonymous else ""
 
 
+def _price(tx: Transaction, order: TextOrder) -> float:
+    models = order.models or served_by_trusted(tx, Kind.TEXT)
+    return estimate_text_price(n=order.n, max_length=order.max_length, prompt=order.prompt, models=models) / HUNDREDTHS
+
+
 def _replay(answer: dict[str, Any]) -> Accepted:
-    return Accepted(uuid.UUID(answer["id"]), answer["kudos"])
+    return Accepted(**{**answer, "id": uuid.UUID(answer["id"])})
 
 
 def _new_request(order: TextOrder, user: User, offset: float) -> NewRequest:
@@ -163,18 +187,30 @@ def _new_request(order: TextOrder, user: User, offset: float) -> NewRequest:
     )
 
 
-def _enqueue(context: Context, new: NewRequest, user: User, order: TextOrder, key: str | None, price: float) -> bool:
-    """Enqueue, and whether anybody could serve it."""
+def _enqueue(context: Context, new: NewRequest, admitted: _Admitted, order: TextOrder, key: str | None) -> Accepted:
+    """Enqueue, and the answer, which says so if nobody could serve it now."""
+    user = admitted.user
 
-    def alone(tx: Transaction) -> bool:
-        enqueue(tx, new, context.terms)
-        return is_possible(tx, new.id)
+    def answer(*, possible: bool) -> Accepted:
+        if possible:
+            return Accepted(new.id, admitted.price)
+        return Accepted(new.id, admitted.price, NOBODY, [{"code": "NoAvailableWorker", "message": NOBODY}])
 
-    def with_key(tx: Transaction) -> bool:
+    def alone(tx: Transaction) -> Accepted:
         enqueue(tx, new, context.terms)
-        answer = {"id": str(new.id), "kudos": price}
-        keep_answer(tx, user.id, _scope(user, order), ROUTE, str(key), order.body_hash, new.id, answer)
-        return is_possible(tx, new.id)
+        try:
+            return answer(possible=is_possible(tx, new.id))
+        except DBAPIError as error:
+            # The order is on disk by now: told of an error, its client would order again.
+            log.warning("text.nobody_knows_who_could_serve", error=type(error).__name__)
+            return answer(possible=True)
+
+    def with_key(tx: Transaction) -> Accepted:
+        enqueue(tx, new, context.terms)
+        accepted = answer(possible=is_possible(tx, new.id))
+        kept = {**dataclasses.asdict(accepted), "id": str(new.id)}
+        keep_answer(tx, user.id, _scope(user, order), ROUTE, str(key), order.body_hash, new.id, kept)
+        return accepted
 
     return context.database.write_one(alone) if key is None else context.database.run(with_key)
 

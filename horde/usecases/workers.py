@@ -78,7 +78,9 @@ def update_worker(
     maintenance_message: str | None = None,
     info: str | None = None,
 ) -> dict[str, Any]:
-    """Set or clear maintenance, or the info text, as its owner or a moderator; returns what changed.
+    """Set or clear maintenance, or the info text, as its owner or a moderator; returns what changed, by its name on the wire.
+
+    A message alone is the new message of a worker that is in maintenance, whoever put it there; for any other it is nothing.
 
     Raises:
         HordeError: 400 `NoWorkerModSelected`, 401, 403 `NotOwner`, 404 `WorkerNotFound`.
@@ -91,10 +93,7 @@ def update_worker(
             raise _no_such_worker(str(worker_id))
         if rows[0].owner_id != user.id and not user.moderates:
             raise forbidden("Only its owner or a moderator may change this worker.", rc="NotOwner")
-        changed: dict[str, Any] = {}
-        if maintenance is not None:
-            registry.set_maintenance(tx, worker_id, on=maintenance, message=maintenance_message)
-            changed["maintenance"] = maintenance
+        changed = _change_maintenance(tx, worker_id, maintenance, maintenance_message)
         if info is not None:
             if len(info) > LONGEST_INFO:
                 raise bad_request(f"info has at most {LONGEST_INFO} characters.", field="info")
@@ -105,6 +104,15 @@ def update_worker(
         return changed
 
     return context.database.run(work)
+
+
+def _change_maintenance(tx: Transaction, worker_id: uuid.UUID, on: bool | None, message: str | None) -> dict[str, Any]:
+    if on is not None:
+        registry.set_maintenance(tx, worker_id, on=on, message=message)
+        return {"maintenance": on, "maintenance_msg": message} if on and message is not None else {"maintenance": on}
+    if message is not None and registry.set_maintenance_message(tx, worker_id, message):
+        return {"maintenance_msg": message}
+    return {}
 
 
 def _composed(name: str) -> str:

@@ -1,9 +1,10 @@
 -- Functions and triggers of the first migration. They guard the lifecycle's rules against raw SQL and forms;
 -- the rules themselves are horde/lifecycle/.
 
--- The broker's clock. Tests move `clock.ahead`; nothing else does.
-CREATE FUNCTION horde_now() RETURNS timestamptz LANGUAGE sql STABLE PARALLEL SAFE AS
-$$ SELECT statement_timestamp() + (SELECT ahead FROM clock WHERE id = 1) $$;
+-- The broker's clock. Tests move `clock.ahead`; nothing else does. In PL/pgSQL, whose plan lasts a session: a function in SQL is
+-- planned anew for each place in each statement, at five times the cost.
+CREATE FUNCTION horde_now() RETURNS timestamptz LANGUAGE plpgsql STABLE PARALLEL SAFE AS
+$$ BEGIN RETURN statement_timestamp() + (SELECT ahead FROM clock WHERE id = 1); END $$;
 
 -- When a term that began at `begun` and was to last until `until` is over, if time without any broker does not count:
 -- each outage that begins within it makes it longer by its length, and it ends at least 60 s after the last of them.
@@ -67,10 +68,29 @@ CREATE TRIGGER nothing_new_waits_after_an_outcome BEFORE INSERT ON slots FOR EAC
 CREATE TRIGGER events_stay BEFORE UPDATE OR DELETE ON events FOR EACH ROW EXECUTE FUNCTION refuse('events are append-only');
 CREATE TRIGGER ledger_stays BEFORE UPDATE OR DELETE ON ledger FOR EACH ROW EXECUTE FUNCTION refuse('the ledger is append-only');
 
+-- A worker's speed. None of these can fail, whatever their arguments: they stand in the fold, in which one row stops all
+-- others, and in reads of everybody.
+
+-- Seconds that a job ran, by the timings of its event; 0 where they do not tell.
+CREATE FUNCTION run_seconds(timings jsonb) RETURNS double precision LANGUAGE sql IMMUTABLE PARALLEL SAFE AS
+$$ SELECT CASE WHEN jsonb_typeof(timings -> 'run_ms') = 'number'
+               THEN least(greatest((timings ->> 'run_ms')::numeric, 0), 1e9)::double precision / 1000 ELSE 0 END $$;
+
+-- What is left of a sum over recent jobs once `jobs` newer ones count more. The power and the rest have an end well above
+-- what a double can hold, beyond which its arithmetic is an error.
+CREATE FUNCTION faded(recent double precision, memory double precision, jobs bigint) RETURNS double precision
+LANGUAGE sql IMMUTABLE PARALLEL SAFE AS
+$$ SELECT CASE WHEN recent BETWEEN 1e-6 AND 1e12 THEN recent * memory ^ least(jobs, 100)::double precision ELSE 0 END $$;
+
+-- NULL where there is too little to tell.
+CREATE FUNCTION tokens_per_second(tokens double precision, seconds double precision) RETURNS double precision
+LANGUAGE sql IMMUTABLE PARALLEL SAFE AS
+$$ SELECT CASE WHEN tokens BETWEEN 1e-6 AND 1e12 AND seconds BETWEEN 1e-3 AND 1e12 THEN tokens / seconds END $$;
+
 -- What each worker offers, by the names that the pop filter uses. Speed is tokens per second, NULL until measured.
 CREATE VIEW worker_offers AS
 SELECT w.id, w.kind, w.owner_id, w.models, w.max_length, w.max_context_length, w.threads, w.maintenance, owner.trusted,
-       t.recent_tokens / nullif(t.recent_seconds, 0) AS speed, w.last_check_in
+       tokens_per_second(t.recent_tokens, t.recent_seconds) AS speed, w.last_check_in
 FROM workers w JOIN users owner ON owner.id = w.owner_id LEFT JOIN worker_totals t ON t.worker_id = w.id
 WHERE w.deleted_at IS NULL;
 

@@ -69,6 +69,13 @@ def upgrade() -> None:
     )
     op.create_index("ix_events_request", "events", ["request_id", "id"], unique=False)
     op.create_table(
+        "events_set_aside",
+        sa.Column("event_id", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("at", postgresql.TIMESTAMP(timezone=True), nullable=False),
+        sa.Column("error", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("event_id", name=op.f("pk_events_set_aside")),
+    )
+    op.create_table(
         "events_unfolded",
         sa.Column("event_id", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.PrimaryKeyConstraint("event_id", name=op.f("pk_events_unfolded")),
@@ -405,7 +412,6 @@ def upgrade() -> None:
         sa.Column("amount", sa.BigInteger(), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("created_at", postgresql.TIMESTAMP(timezone=True), nullable=False),
-        sa.ForeignKeyConstraint(["account_id"], ["accounts.id"], name=op.f("fk_ledger_account_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_ledger")),
     )
     op.create_index(op.f("ix_ledger_account_id"), "ledger", ["account_id"], unique=False)
@@ -456,10 +462,14 @@ def downgrade() -> None:
     op.drop_table("leader")
     op.drop_table("heartbeat")
     op.drop_table("events_unfolded")
+    op.drop_table("events_set_aside")
     op.drop_table("events")
     op.drop_table("clock")
     op.drop_table("abort_hours")
     for function in (
+        "tokens_per_second(double precision, double precision)",
+        "faded(double precision, double precision, bigint)",
+        "run_seconds(jsonb)",
         "refuse_waiting_after_outcome()",
         "refuse()",
         "without_outages(timestamptz, timestamptz)",

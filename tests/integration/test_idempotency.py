@@ -49,6 +49,26 @@ def test_the_same_order_twice_is_one_request(broker: Broker, client: str) -> Non
     assert broker.world.scalar("SELECT sum(price) FROM events WHERE kind = 'enqueued'") == 100
 
 
+@pytest.mark.parametrize("served", [True, False])
+def test_a_repeat_is_answered_with_everything_that_the_first_answer_said(
+    broker: Broker, client: str, key: str, served: bool
+) -> None:
+    if served:
+        broker.nothing(key)
+    first = broker.ask(client, idempotency_key=KEY, body_hash="a")
+    assert (first.message is None, first.warnings == []) == (served, served)
+    # What has changed since changes nothing about it.
+    broker.world.advance(301) if served else broker.job(key)
+    assert broker.ask(client, idempotency_key=KEY, body_hash="a") == first
+
+
+def test_orders_at_once_under_one_key_get_one_answer(broker: Broker, client: str) -> None:
+    ask = functools.partial(broker.ask, client, idempotency_key=KEY, body_hash="a")
+    answers = together(*[ask] * 8)
+    assert answers == [answers[0]] * 8
+    assert [warning["code"] for warning in answers[0].warnings] == ["NoAvailableWorker"]
+
+
 def test_another_body_under_the_same_key_is_refused(broker: Broker, client: str) -> None:
     broker.order(client, idempotency_key=KEY, body_hash="a")
     with pytest.raises(HordeError) as refused:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from horde.db.database import Database
+from horde.kudos.accounts import read_balance
 from horde.kudos.ledger import Line, post_entry
 from horde.maintenance.folds import BATCH, fold_batch
 from tests.support.broker import Broker, open_broker
@@ -56,7 +57,7 @@ def assert_sound(db: Database) -> None:
 
 
 def test_a_client_pays_the_worker_and_the_horde_and_nothing_else_moves(broker: Broker) -> None:
-    client, owner = broker.user("client", kudos=1000), broker.user("owner")
+    client, owner = broker.user("client", kudos=1000), broker.user("owner", "trusted")
     deliver(broker, client.api_key, owner.api_key, results=2)
     broker.fold()
 
@@ -69,7 +70,7 @@ def test_a_client_pays_the_worker_and_the_horde_and_nothing_else_moves(broker: B
 
 
 def test_each_stored_result_is_one_payout(broker: Broker) -> None:
-    client, owner = broker.user("client", kudos=1000), broker.user("owner")
+    client, owner = broker.user("client", kudos=1000), broker.user("owner", "trusted")
     for _ in range(3):
         deliver(broker, client.api_key, owner.api_key)
     broker.fold()
@@ -90,7 +91,7 @@ def test_what_was_not_delivered_costs_the_tax_alone(broker: Broker) -> None:
 
 
 def test_a_user_that_serves_itself_pays_the_fees(broker: Broker) -> None:
-    user = broker.user("both", kudos=100)
+    user = broker.user("both", "trusted", kudos=100)
     deliver(broker, user.api_key, user.api_key)
     broker.fold()
     assert balance(broker, user.id) == 10_000 - TAX - FEE
@@ -101,7 +102,7 @@ def test_a_user_that_serves_itself_pays_the_fees(broker: Broker) -> None:
 
 
 def test_an_account_stops_at_its_floor_and_the_worker_is_paid_all_the_same(broker: Broker) -> None:
-    owner = broker.user("owner")
+    owner = broker.user("owner", "trusted")
     deliver(broker, "0000000000", owner.api_key, results=2)
     broker.fold()
 
@@ -135,7 +136,7 @@ def test_a_balance_shown_never_lies_below_the_floor(broker: Broker) -> None:
 
 
 def test_a_balance_shows_a_write_at_once_and_the_fold_changes_nothing_about_it(broker: Broker) -> None:
-    client, owner = broker.user("client", kudos=1000), broker.user("owner", kudos=5)
+    client, owner = broker.user("client", kudos=1000), broker.user("owner", "trusted", kudos=5)
     shown = []
     deliver(broker, client.api_key, owner.api_key)
     shown.append((broker.find_user(client.api_key).kudos, broker.find_user(owner.api_key).kudos))
@@ -147,6 +148,116 @@ def test_a_balance_shows_a_write_at_once_and_the_fold_changes_nothing_about_it(b
     deliver(broker, client.api_key, owner.api_key)
     assert broker.find_user(owner.api_key).kudos == pytest.approx(5 + 2 * 75.33)
     assert broker.find_user(client.api_key).kudos == pytest.approx(1000 - 2 * 77.33)
+
+
+class Tells:
+    """What a balance is said to be before and after each fold."""
+
+    def __init__(self, broker: Broker, user: int, *, kudos: int = 0, floor: int = 0) -> None:
+        self._broker, self._user = broker, user
+        with broker.context.database.transaction() as tx:
+            tx.execute(
+                "UPDATE accounts SET balance = %(balance)s, floor = %(floor)s WHERE user_id = %(user)s",
+                {"balance": kudos, "floor": floor, "user": user},
+            )
+
+    def happen(self, *events: tuple[int, int]) -> None:
+        """So much is paid, then so much earned, in one event each."""
+        columns = {"prices": [price for price, _ in events], "rewards": [reward for _, reward in events]}
+        users = {"users": [self._user] * len(events), "owners": [self._user] * len(events)}
+        with self._broker.context.database.transaction() as tx:
+            tx.execute(RECORD, {"worker": uuid.uuid4(), **users, **columns})
+
+    def said(self) -> int:
+        return self._broker.context.database.read(lambda tx: read_balance(tx, self._user))
+
+    def folded(self) -> int:
+        self._broker.fold()
+        assert self.said() == balance(self._broker, self._user)
+        return balance(self._broker, self._user)
+
+
+def test_what_is_written_off_and_then_earned_is_said_as_the_fold_will_count_it(broker: Broker) -> None:
+    tells = Tells(broker, broker.user().id, kudos=100)
+    # 300 to pay, of which 200 are written off; then 500 earned, of which nothing goes there.
+    tells.happen((300, 0), (0, 500))
+    assert tells.said() == 500
+    assert tells.folded() == 500
+    # Earned first, the same is paid in full.
+    tells.happen((0, 500), (300, 0))
+    assert tells.said() == tells.folded() == 700
+
+
+def test_an_account_below_its_floor_pays_nothing_until_it_is_above_again(broker: Broker) -> None:
+    tells = Tells(broker, broker.user().id, kudos=-300)
+    tells.happen((100, 0), (50, 200), (50, 150), (30, 0))
+    assert tells.said() == tells.folded() == 20
+
+
+def test_an_account_without_a_floor_pays_everything(broker: Broker) -> None:
+    user = broker.user().id
+    tells = Tells(broker, user)
+    with broker.context.database.transaction() as tx:
+        tx.execute("UPDATE accounts SET floor = NULL WHERE user_id = %(user)s", {"user": user})
+    tells.happen((300, 0), (0, 100))
+    assert tells.said() == tells.folded() == -200
+
+
+def test_a_balance_near_its_floor_never_moves_at_a_fold(broker: Broker) -> None:
+    draw = random.Random(5)
+    tells = Tells(broker, broker.user().id, kudos=50, floor=-100)
+    moments = set()
+    for _ in range(40):
+        events = [draw.choice([(draw.randrange(300), 0), (0, draw.randrange(300)), (90, 80)]) for _ in range(6)]
+        tells.happen(*events)
+        before = tells.said()
+        assert tells.folded() == before, events
+        moments.add(before > -100)
+    assert moments == {True, False}, "it was at its floor, and above it"
+
+
+# --- sizes told by names
+
+
+def test_a_size_that_a_stranger_made_up_earns_and_costs_next_to_nothing(broker: Broker) -> None:
+    client, stranger = broker.user("client", kudos=30_000), broker.user("stranger")
+    quoted = broker.ask(client.api_key, models=[], max_length=512).kudos
+    job = broker.job(stranger.api_key, models=["nice-2000B"])
+    assert job.model == "nice-2000B"
+    reward = broker.submit(stranger.api_key, job.id, "x" * 4 * 512)
+    broker.fold()
+    # The context multiplier of a two-token prompt.
+    assert reward == 1.2
+    charged = 3_000_000 - balance(broker, client.id)
+    assert charged == TAX + FEE + 120 <= 100 * quoted
+    assert balance(broker, "write_off") == 0
+
+
+def test_what_the_anonymous_account_owes_is_bounded_by_what_was_quoted(broker: Broker) -> None:
+    stranger = broker.user("stranger").api_key
+    quoted = 0.0
+    for _ in range(5):
+        quoted += broker.ask(models=["nice-2000B"], max_length=512).kudos
+        broker.submit(stranger, broker.job(stranger, models=["nice-2000B"]).id, "x" * 4 * 512)
+    broker.fold()
+    assert -balance(broker, "write_off") / 100 <= quoted
+    assert broker.find_user(stranger).kudos == 5 * 1.2
+
+
+def test_an_order_that_names_no_model_is_quoted_for_what_trusted_workers_serve(broker: Broker) -> None:
+    client, trusted = broker.user("client", kudos=1000), broker.user("trusted", "trusted").api_key
+    stranger = broker.user("stranger").api_key
+    broker.nothing(stranger, name="a", models=["b-2000b"])
+    of_nobody = broker.ask(client.api_key, models=[], dry_run=True).kudos
+    broker.nothing(trusted, name="b", models=["small-7b", MODEL])
+    quoted = broker.ask(client.api_key, models=[], dry_run=True).kudos
+    assert quoted == (TAX + FEE + REWARD) / 100 > of_nobody
+
+    broker.order(client.api_key, models=[])
+    job = broker.job(trusted, name="b", models=[MODEL])
+    broker.submit(trusted, job.id, LONG_TEXT)
+    broker.fold()
+    assert 100_000 - balance(broker, client.id) == 100 * quoted
 
 
 # --- the ledger itself
@@ -167,7 +278,7 @@ def test_a_grant_comes_from_the_mint(broker: Broker) -> None:
 
 
 def test_the_ledger_sums_to_zero_between_any_two_folds(broker: Broker) -> None:
-    users = [broker.user(kudos=kudos) for kudos in (0, 3, 500)]
+    users = [broker.user(None, "trusted", kudos=kudos) for kudos in (0, 3, 500)]
     for client in (*users, users[0]):
         for owner in users:
             deliver(broker, client.api_key, owner.api_key)

@@ -86,26 +86,26 @@ def assert_costs(cost: Cost, *, statements: int, round_trips: int, transactions:
 
 
 def test_an_order(broker: Broker, key: str) -> None:
-    # The user, its waiting slots, its balance; the insert of everything; whether anybody can serve it.
+    # The user; its waiting slots and balance; the insert of everything; whether anybody can serve it.
     cost = cost_of(lambda: broker.order(key))
-    assert_costs(cost, statements=5, round_trips=5, transactions=0)
+    assert_costs(cost, statements=4, round_trips=4, transactions=0)
 
 
 def test_an_anonymous_order(broker: Broker, key: str) -> None:
-    # As above, without a balance.
+    # As above.
     cost = cost_of(broker.order)
     assert_costs(cost, statements=4, round_trips=4, transactions=0)
 
 
 def test_an_order_of_many_results_costs_no_more(broker: Broker, key: str) -> None:
     cost = cost_of(lambda: broker.order(key, n=20))
-    assert_costs(cost, statements=5, round_trips=5, transactions=0)
+    assert_costs(cost, statements=4, round_trips=4, transactions=0)
 
 
 def test_an_order_under_an_idempotency_key(broker: Broker, key: str) -> None:
     # The key is looked for, and kept with the request in one transaction.
     cost = cost_of(lambda: broker.order(key, idempotency_key="once"))
-    assert_costs(cost, statements=7, round_trips=8, transactions=1)
+    assert_costs(cost, statements=6, round_trips=7, transactions=1)
     # The repeat reads the user and the answer.
     cost = cost_of(lambda: broker.order(key, idempotency_key="once"))
     assert_costs(cost, statements=2, round_trips=2, transactions=0)
@@ -156,7 +156,7 @@ def test_a_fault_that_puts_back(broker: Broker, key: str) -> None:
     job = broker.job(key)
     # Whose job it is; lock request and jobs, settle, overdue, conclude, enter the queue; COMMIT.
     cost = cost_of(lambda: broker.submit(key, job.id, state="faulted"))
-    assert_costs(cost, statements=7, round_trips=8, transactions=1)
+    assert_costs(cost, statements=6, round_trips=7, transactions=1)
 
 
 def test_a_status_of_what_waits(broker: Broker, key: str) -> None:

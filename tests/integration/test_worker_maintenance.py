@@ -108,3 +108,42 @@ def test_one_worker_of_an_owner_is_paused_and_the_others_go_on(strict: Broker) -
     strict.fold()
     assert strict.worker().maintenance_mode
     assert not strict.worker("good").maintenance_mode
+
+
+def test_the_message_of_a_paused_worker_can_be_changed_alone(strict: Broker) -> None:
+    key = strict.user("owner").api_key
+    abort(strict, key, 4)
+    strict.fold()
+    worker = strict.worker().id
+    assert update_worker(strict.context, key, worker, maintenance_message="back at nine") == {
+        "maintenance_msg": "back at nine"
+    }
+    (own,) = list_workers(strict.context, "text", api_key=key)
+    assert (own.maintenance_mode, own.maintenance_message) == (True, "back at nine")
+    with pytest.raises(HordeError, match="maintenance mode: back at nine"):
+        strict.pop(key)
+
+
+def test_the_message_of_a_worker_that_is_not_paused_is_nothing_to_change(strict: Broker) -> None:
+    key = strict.user("owner").api_key
+    worker = strict.worker_id(key)
+    with pytest.raises(HordeError) as refused:
+        update_worker(strict.context, key, worker, maintenance_message="back at nine")
+    assert (refused.value.status, refused.value.rc) == (400, "NoWorkerModSelected")
+    assert not strict.worker().maintenance_mode
+    # Beside another change it is left out, not kept for later.
+    assert update_worker(strict.context, key, worker, maintenance_message="later", info="hi") == {"info": "hi"}
+    update_worker(strict.context, key, worker, maintenance=True)
+    (own,) = list_workers(strict.context, "text", api_key=key)
+    assert own.maintenance_message is None
+
+
+def test_a_message_with_the_end_of_maintenance_is_not_kept(strict: Broker) -> None:
+    key = strict.user("owner").api_key
+    worker = strict.worker_id(key)
+    changed = update_worker(strict.context, key, worker, maintenance=True, maintenance_message="moving house")
+    assert changed == {"maintenance": True, "maintenance_msg": "moving house"}
+    assert update_worker(strict.context, key, worker, maintenance=False, maintenance_message="done") == {
+        "maintenance": False
+    }
+    assert strict.world.scalar("SELECT maintenance_message FROM workers") is None

@@ -58,6 +58,8 @@ def column(broker: Broker, name: str, worker: str = "worker") -> Any:
         "%(name)s",
         "*",
         "👩‍👩‍👧‍👦",
+        "می\u200cخواهم",
+        "क्\u200dष",
     ],
 )
 def test_a_name_is_kept_as_it_is_and_found_again(broker: Broker, key: str, name: str) -> None:
@@ -84,6 +86,15 @@ def test_a_name_is_kept_as_it_is_and_found_again(broker: Broker, key: str, name:
         ("new\nline", "BadRequest"),
         ("bell\x07", "BadRequest"),
         ("half \ud83d", "BadRequest"),
+        ("\u200b", "BadRequest"),
+        ("work\u200ber", "BadRequest"),
+        ("work\u00ader", "BadRequest"),
+        ("\ufeffworker", "BadRequest"),
+        ("work\u2028er", "BadRequest"),
+        ("worker\u2029", "BadRequest"),
+        ("worker\U000e0001", "BadRequest"),
+        ("work\u200der", "BadRequest"),
+        ("\u3164", "BadRequest"),
     ],
 )
 def test_a_bad_name_is_refused_by_field_and_registers_nothing(broker: Broker, key: str, name: str, rc: str) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import uuid
 
 import pytest
 
 from horde.kudos.prices import (
+    FEE,
+    TEXT_TAX,
     billions_of_parameters,
     context_multiplier,
     estimate_text_price,
@@ -57,10 +60,12 @@ def test_a_reward_grows_with_tokens_size_and_context(tokens: int, prompt_tokens:
             tokens=tokens, prompt_tokens=prompt_tokens, model=model, trusted=trusted, validated=validated
         )
 
-    assert of(trusted=False, validated=True) == reward
-    # Trust matters only where the model's size is unknown.
     assert of(trusted=True, validated=True) == reward
-    assert of(trusted=False, validated=False) == pytest.approx(0.3 * reward, abs=1)
+    assert of(trusted=True, validated=False) == pytest.approx(0.3 * reward, abs=1)
+    # Anybody can name a model: a stranger's earns by the job, whatever size its name tells.
+    by_the_job = round(100 * context_multiplier(prompt_tokens))
+    assert of(trusted=False, validated=True) == by_the_job
+    assert of(trusted=False, validated=False) == pytest.approx(0.3 * by_the_job, abs=1)
 
 
 def test_a_model_of_unknown_size_pays_by_tokens_to_the_trusted_and_by_the_job_to_others() -> None:
@@ -132,7 +137,7 @@ def job(**changes: object) -> JobFacts:
         model="a-7b",
         bridge_agent="AI Horde Worker:1:x",
         posts_progress=False,
-        owner_trusted=False,
+        owner_trusted=True,
         kind=Kind.TEXT,
         user_id=2,
         max_length=80,
@@ -159,6 +164,46 @@ def test_an_image_costs_the_fee_alone() -> None:
     assert price_result(job(kind=Kind.IMAGE, payload={"steps": 30}), Result("", 0)) == Price(price=100, reward=0)
 
 
+def test_a_stranger_is_paid_by_the_job_whatever_its_model_is_called() -> None:
+    for model in ("a-7b", "nice-2000B", "mystery"):
+        paid = price_result(job(owner_trusted=False, model=model, models=[model]), Result("", 80))
+        assert paid == Price(price=320, reward=220)  # 2.2
+
+
+def test_no_result_costs_more_than_the_order_was_quoted_for_the_models_it_named() -> None:
+    quoted = estimate_text_price(n=1, max_length=80, prompt="x" * 4096, models=["a-7b"]) - TEXT_TAX
+    for trusted in (True, False):
+        paid = price_result(job(owner_trusted=trusted, model="nice-2000B"), Result("", 80))
+        assert paid.price <= quoted
+        assert paid.price - paid.reward == FEE
+    assert price_result(job(model="nice-2000B"), Result("", 80)) == Price(price=1086, reward=986)
+    # An order that named none takes whatever is served.
+    assert price_result(job(model="a-13b", models=[]), Result("", 80)).reward == 1830
+
+
 def test_a_dry_run_counts_every_result_in_full_on_the_largest_model_and_the_tax() -> None:
     price = estimate_text_price(n=2, max_length=80, prompt="x" * 4096, models=["a-7b", "a-13b", "mystery"])
     assert price == 100 + 2 * (1830 + 100)
+
+
+@pytest.mark.parametrize(
+    "models", [["a-70b"], ["a-7b", "mystery"], ["SmolLM2-135M-Instruct"], ["mystery"], ["nice-2000B", "m"]]
+)
+@pytest.mark.parametrize("max_length", [16, 80, 4096])
+@pytest.mark.parametrize("prompt", ["", "Hello", "x" * 40_000])
+def test_an_estimate_is_no_less_than_any_delivery_costs(models: list[str], max_length: int, prompt: str) -> None:
+    quoted = estimate_text_price(n=3, max_length=max_length, prompt=prompt, models=models)
+    worst = 0
+    for model, trusted, agent, tokens in itertools.product(
+        models, (True, False), ("AI Horde Worker:1:x", "unknown:0:unknown"), (0, 15, max_length)
+    ):
+        facts = job(
+            model=model,
+            models=models,
+            owner_trusted=trusted,
+            bridge_agent=agent,
+            max_length=max_length,
+            payload={"prompt": prompt},
+        )
+        worst = max(worst, price_result(facts, Result("", tokens)).price)
+    assert quoted == TEXT_TAX + 3 * worst, "as much as the dearest of them, and no more"

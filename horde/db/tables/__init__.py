@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horde.db.tables.accounts import SYSTEM_ACCOUNTS, Account, LedgerLine, User, UserTotals
 from horde.db.tables.base import Base
-from horde.db.tables.events import AbortHour, Event, TotalsMinute, UnfoldedEvent
+from horde.db.tables.events import AbortHour, Event, SetAsideEvent, TotalsMinute, UnfoldedEvent
 from horde.db.tables.operation import Clock, Heartbeat, Leader, MaintenanceRun, Outage
 from horde.db.tables.requests import IdempotencyKey, Job, Progress, QueueRow, Request, Slot
 from horde.db.tables.workers import Worker, WorkerTotals
@@ -26,6 +26,7 @@ __all__ = [
     "Progress",
     "QueueRow",
     "Request",
+    "SetAsideEvent",
     "Slot",
     "TotalsMinute",
     "UnfoldedEvent",

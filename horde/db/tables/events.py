@@ -1,6 +1,7 @@
 """Events: one row per transition, append-only, with no foreign keys so that they outlive what they tell of.
 
-`events_unfolded` names those that have not reached the figures yet; the fold deletes them as it counts them.
+`events_unfolded` names those that have not reached the figures yet; the fold deletes them as it counts them. Those that it
+cannot count stay there and are named in `events_set_aside` too, so that it passes over them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,19 @@ class UnfoldedEvent(Base):
     __tablename__ = "events_unfolded"
 
     event_id: Mapped[BigInt] = mapped_column(primary_key=True, autoincrement=False)
+
+
+class SetAsideEvent(Base):
+    """An unfolded event that the fold could not count, when that was and the type of the error.
+
+    Whoever has mended the cause deletes the row: the fold then takes the event again.
+    """
+
+    __tablename__ = "events_set_aside"
+
+    event_id: Mapped[BigInt] = mapped_column(primary_key=True, autoincrement=False)
+    at: Mapped[Timestamp]
+    error: Mapped[str]
 
 
 class AbortHour(Base):

@@ -52,7 +52,7 @@ class Worker(Base):
 
 
 class WorkerTotals(Base):
-    """A worker's figures, folded from events. Speed is tokens over seconds, older jobs weighing less."""
+    """A worker's figures, folded from events. Speed is recent tokens over seconds, older jobs weighing less; empty ones not at all."""
 
     __tablename__ = "worker_totals"
 
