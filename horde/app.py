@@ -19,6 +19,7 @@ from horde.api.horde_v2.status import status
 from horde.api.horde_v2.text import text
 from horde.api.horde_v2.users import users
 from horde.api.horde_v2.workers import workers
+from horde.api.library_logs import take_library_logs
 from horde.api.limits import install_limits
 from horde.api.request_log import install_request_log
 from horde.settings import Settings
@@ -88,6 +89,4 @@ def configure_logging(settings: Settings) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
-    # waitress logs a line for each client that hangs up and each queued task.
-    for noisy in ("waitress", "waitress.queue", "flask-limiter"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+    take_library_logs()

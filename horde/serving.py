@@ -1,32 +1,28 @@
 """waitress with the settings that keep slow clients away from threads, and an orderly end.
 
-waitress reads requests whole before a thread sees them. On top of it, here: its own errors are JSON with CORS headers; a
-client that is told "too large" gets to read that; a request that does not arrive within a minute, an answer that is not
-read for half a minute and a connection that is idle for two minutes are closed.
+waitress reads requests whole before a thread sees them, and answers lie in files until they are read. How long a
+connection may stay is in `horde.api.connections`.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import orjson
 import structlog
 from flask import Flask
 from waitress import wasyncore
 from waitress.adjustments import Adjustments
-from waitress.channel import HTTPChannel
-from waitress.server import TcpWSGIServer
-from waitress.task import ErrorTask, ThreadedTaskDispatcher
+from waitress.task import ThreadedTaskDispatcher
 
 from horde import __version__
-from horde.api.answers import JSON_TYPE
 from horde.api.broker import broker_of
-from horde.api.edge import CORS, SAFETY
+from horde.api.connections import Listener
 from horde.maintenance.scheduler import Maintenance
 from horde.settings import Settings
 
@@ -34,117 +30,13 @@ from horde.settings import Settings
 LARGEST_READ_BYTES = 2 << 20
 LARGEST_HEADER_BYTES = 64 << 10
 WATERMARK_BYTES = 64 << 10
-RECEIVE_SECONDS, STALL_SECONDS, IDLE_SECONDS = 60.0, 30.0, 120.0
-LINGER_SECONDS, LINGER_BYTES = 5.0, 64 << 20
+# More of a body or of an answer than this lies in a file, so that a thousand clients that do not read or send on cost disk.
+IN_MEMORY_BYTES = 128 << 10
+# A connection has a file for what it sends and one for what it is sent; the rest is for database and libraries.
+DESCRIPTORS_PER_CONNECTION, OTHER_DESCRIPTORS = 3, 256
 DRAIN_SECONDS = 30.0
 _LOOP_SECONDS = 1.0
 log = structlog.get_logger("horde.serving")
-
-
-class _JsonError(ErrorTask):  # type: ignore[misc]
-    """What waitress refuses before the application sees it."""
-
-    def execute(self) -> None:
-        error = self.request.error
-        self.status = f"{error.code} {error.reason}"
-        body = orjson.dumps({"message": error.reason})
-        self.response_headers.extend([("Content-Type", JSON_TYPE), *CORS, *SAFETY])
-        self.set_close_on_finish()
-        self.content_length = len(body)
-        self.write(body)
-
-
-class _Channel(HTTPChannel):  # type: ignore[misc]
-    """One connection. Runs in the server's loop, except for what waitress documents as synchronous."""
-
-    error_task_class = _JsonError
-    request_since: float | None = None
-    _refused = False
-    _lingers_until: float | None = None
-    _discarded = 0
-
-    def received(self, data: bytes) -> bool:
-        """Take input; notes when the current request began to arrive."""
-        if self.request is None:
-            self.request_since = time.time()
-        taken = bool(super().received(data))
-        if self.request is None:
-            self.request_since = None
-        if any(request.error for request in self.requests):
-            self._refused = True
-        return taken
-
-    def handle_close(self) -> None:
-        """Close. After a refusal read on for a moment first: closing with input unread would reset the connection,
-        and the client would never see why."""
-        if not self._refused or self._lingers_until is not None or not self.connected:
-            super().handle_close()
-            return
-        self._lingers_until = time.time() + LINGER_SECONDS
-        self.will_close = False
-        try:
-            self.socket.shutdown(1)
-        except OSError:
-            super().handle_close()
-
-    def readable(self) -> bool:
-        """Whether the loop should read."""
-        return self._lingers_until is not None or bool(super().readable())
-
-    def writable(self) -> bool:
-        """Whether the loop should call `handle_write`."""
-        if self._lingers_until is not None:
-            return time.time() > self._lingers_until
-        return bool(super().writable())
-
-    def handle_write(self) -> None:
-        """Write, or end the lingering."""
-        if self._lingers_until is not None:
-            self.handle_close()
-        else:
-            super().handle_write()
-
-    def handle_read(self) -> None:
-        """Read, or discard while lingering."""
-        if self._lingers_until is None:
-            super().handle_read()
-            return
-        try:
-            self._discarded += len(self.recv(WATERMARK_BYTES))
-        except OSError:
-            self.handle_close()
-            return
-        if self._discarded > LINGER_BYTES:
-            self.handle_close()
-
-    def overdue(self, now: float) -> bool:
-        """Whether this connection has had its time."""
-        if self._lingers_until is not None:
-            return now > self._lingers_until
-        if self.total_outbufs_len:
-            return bool(now - self.last_activity > STALL_SECONDS)
-        if self.requests:
-            return False
-        if self.request_since is not None:
-            return now - self.request_since > RECEIVE_SECONDS
-        return bool(now - self.last_activity > IDLE_SECONDS)
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether nothing runs here and nothing is left to write."""
-        return not self.requests and not self.total_outbufs_len
-
-
-class _Listener(TcpWSGIServer):  # type: ignore[misc]
-    """One listening socket."""
-
-    channel_class = _Channel
-
-    def maintenance(self, now: float) -> None:
-        """Close what is overdue."""
-        for channel in list(self.active_channels.values()):
-            if channel.overdue(now):
-                channel.will_close = True
 
 
 class Server:
@@ -163,7 +55,8 @@ class Server:
             "host": settings.host,
             "port": settings.port,
             "threads": settings.threads,
-            "connection_limit": settings.connection_limit,
+            "inbuf_overflow": IN_MEMORY_BYTES,
+            "outbuf_overflow": IN_MEMORY_BYTES,
             "asyncore_use_poll": True,
             "channel_request_lookahead": 1,
             "max_request_body_size": LARGEST_READ_BYTES,
@@ -171,12 +64,12 @@ class Server:
             "outbuf_high_watermark": WATERMARK_BYTES,
             "clear_untrusted_proxy_headers": settings.trusted_proxies == 0,
             "log_socket_errors": False,
-            "cleanup_interval": 5,
             "backlog": 2048,
             "ident": "horde",
         }
+        share = max(1, settings.connection_limit // 2)
         self._map: dict[int, Any] = {}
-        self._listeners: list[_Listener] = []
+        self._listeners: list[Listener] = []
         adjustments = Adjustments(**options)
         self._dispatcher = ThreadedTaskDispatcher()
         try:
@@ -184,7 +77,7 @@ class Server:
                 # With port 0 the further addresses of a name take the port that the first one got.
                 wanted = (address[0], self.port, *address[2:]) if self._listeners else address
                 self._listeners.append(
-                    _Listener(
+                    Listener(
                         app.wsgi_app,
                         map=self._map,
                         dispatcher=self._dispatcher,
@@ -195,6 +88,11 @@ class Server:
         except OSError:
             wasyncore.close_all(self._map)
             raise
+        for listener in self._listeners:
+            listener.most = settings.connection_limit
+            # Behind a proxy all connections have one address.
+            listener.most_of_one_site = settings.connection_limit if settings.trusted_proxies else share
+        _allow_descriptors(DESCRIPTORS_PER_CONNECTION * settings.connection_limit + OTHER_DESCRIPTORS)
         self._dispatcher.set_thread_count(adjustments.threads)
         self._ended = threading.Event()
 
@@ -258,6 +156,18 @@ class Server:
                     channel.will_close = True
             wasyncore.poll2(_LOOP_SECONDS / 10, self._map)
         log.warning("requests_cut_off", connections=len(self._map))
+
+
+def _allow_descriptors(wanted: int) -> None:
+    """Raise this process's limit of open files as far as it is allowed to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning("few_file_descriptors", wanted=wanted, allowed=allowed)
 
 
 def serve(

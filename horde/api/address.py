@@ -30,7 +30,12 @@ def client_address() -> str:
 
 def limit_key() -> str:
     """Who shares a limit: one IPv4 address, or one IPv6 /64, which is what one customer gets."""
-    address = client_address()
+    return site_of(client_address())
+
+
+def site_of(address: str) -> str:
+    """One IPv4 address, or the /64 that an IPv6 address is of; what is no address is returned as it is."""
+    address = _normal(address) or address
     if ":" not in address:
         return address
     try:

@@ -7,7 +7,8 @@ from typing import Any
 TITLE = "Horde"
 DESCRIPTION = """A broker that lets volunteers lend their GPUs. Ask for text, poll the status, read the result.
 
-Bodies are strict JSON of at most 1 MiB and 64 levels. Unknown fields are ignored. Every answer may be read from any origin."""
+Bodies are strict JSON of at most 1 MiB, 64 levels and 10,000 arrays and objects.
+Unknown fields are ignored. Every answer may be read from any origin."""
 
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -20,6 +20,7 @@ from horde.api.strict_json import BodyError
 from horde.errors import HordeError
 
 VALIDATION_FAILED = "Input payload validation failed"
+NUL_IN_BODY = "NulByteInPayload"
 log = structlog.get_logger("horde.api")
 
 
@@ -67,8 +68,8 @@ def _invalid_input(error: InvalidInputError) -> Response:
 
 def _bad_body(error: BodyError) -> Response:
     if not error.errors:
-        return answer({"message": error.message}, 400)
-    return _invalid_input(InvalidInputError(error.errors, rc="NulByteInPayload" if error.nul else None))
+        return answer({"message": error.message, **({"rc": NUL_IN_BODY} if error.nul else {})}, 400)
+    return _invalid_input(InvalidInputError(error.errors, rc=NUL_IN_BODY if error.nul else None))
 
 
 def _rate_limited(error: RateLimitExceeded) -> Response:

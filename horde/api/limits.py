@@ -15,7 +15,8 @@ from flask import Flask, Response, request
 from flask_limiter import Limiter
 
 from horde.api.address import limit_key
-from horde.api.identity import ANONYMOUS_KEY
+from horde.api.identity import ANONYMOUS_KEY, given_key
+from horde.errors import HordeError
 from horde.settings import Settings
 
 DEFAULT = "90/minute"
@@ -41,12 +42,19 @@ def _by_address_and_path() -> str:
 
 def _by_key() -> str:
     """The key's hash: limits may lie in Redis, and a key is a secret."""
-    key = request.headers.get("apikey") or request.headers.get("Authorization") or ""
-    return hashlib.sha256(key.encode()).hexdigest()
+    return hashlib.sha256((_key() or "").encode()).hexdigest()
+
+
+def _key() -> str | None:
+    try:
+        return given_key()
+    except HordeError:
+        # Two keys that differ: the handler refuses them, and until then they are one caller's.
+        return ""
 
 
 def _anonymous() -> bool:
-    return request.headers.get("apikey") in {ANONYMOUS_KEY, None}
+    return _key() in {ANONYMOUS_KEY, None}
 
 
 def _registered() -> bool:

@@ -6,9 +6,12 @@ explicit null is refused where a value is expected; keys that nobody documented 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, ClassVar, TypeVar
 
+from annotated_types import GroupedMetadata
 from apiflask.schema_adapters import registry
 from apiflask.schema_adapters.pydantic import PydanticAdapter
 from flask import Request
@@ -18,7 +21,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from werkzeug.exceptions import RequestEntityTooLarge, UnsupportedMediaType
 
 from horde.api.errors import InvalidInputError
-from horde.api.strict_json import read_repaired, read_strict
+from horde.api.strict_json import LONGEST_PATH, MOST_ERRORS, read_repaired, read_strict
 
 MAX_BODY_BYTES = 1 << 20
 INT32_MAX = (1 << 31) - 1
@@ -44,10 +47,36 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Absent = Annotated[Item | None, BeforeValidator(_not_null)]
 
 
+# Every list of a body is bounded by one of these two. Checking ends with the first bad item: a key is looked at only
+# after the body, so nobody may make thousands of bad items cost thousands of messages.
+def at_most(items: int) -> Any:
+    """Refuse a list of more items."""
+    return Field(max_length=items, fail_fast=True)
+
+
+def first(items: int) -> GroupedMetadata:
+    """Keep that many items of a list and do not look at the others."""
+    return _First(items)
+
+
+@dataclass(frozen=True)
+class _First(GroupedMetadata):
+    items: int
+
+    def __iter__(self) -> Iterator[Any]:
+        yield Field(fail_fast=True)
+        yield BeforeValidator(lambda value: value[: self.items] if isinstance(value, list) else value)
+
+
 class Body(BaseModel):
-    """A JSON body of a client."""
+    """A JSON body of a client.
+
+    Attributes:
+        strip_nul_from: fields whose NUL characters are dropped instead of refused.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore")
+    strip_nul_from: ClassVar[tuple[str, ...]] = ()
 
 
 class WorkerResult(Body):
@@ -87,14 +116,21 @@ def read_body(request: Request, model: type[BaseModel]) -> BaseModel:
     body = request.get_data(cache=False)
     if len(body) > MAX_BODY_BYTES:
         raise RequestEntityTooLarge
-    parsed = read_repaired(body) if issubclass(model, WorkerResult) else read_strict(body)
+    if issubclass(model, WorkerResult):
+        parsed = read_repaired(body)
+    else:
+        parsed = read_strict(body, strip_nul_from=model.strip_nul_from if issubclass(model, Body) else ())
     return _validate(model, parsed, "in the JSON body")
 
 
 def read_query(request: Request, model: type[BaseModel]) -> BaseModel:
-    """The query string as `model`; of a repeated parameter the first counts."""
-    given = request.args.to_dict()
-    errors = {name[:64].replace("\x00", ""): "must not contain NUL" for name, value in given.items() if "\x00" in value}
+    """The query string as `model`; of a repeated parameter the first counts, and an empty one counts as left out.
+
+    (horde-sdk sends `type=` where it means all types.)
+    """
+    given = {name: value for name, value in request.args.to_dict().items() if value}
+    with_nul = islice((name for name, value in given.items() if "\x00" in value), MOST_ERRORS)
+    errors = {name[:64].replace("\x00", ""): "must not contain NUL" for name in with_nul}
     if errors:
         raise InvalidInputError(errors)
     return _validate(model, given, "in the query string")
@@ -108,10 +144,12 @@ def _validate(model: type[BaseModel], given: Any, where: str) -> BaseModel:
 
 
 def refusals(error: ValidationError, where: str) -> dict[str, str]:
-    """Dotted path -> what is wrong, the first fault of each field, in the words of JSON Schema."""
+    """Dotted path -> what is wrong, the first fault of each of `MOST_ERRORS` fields, in the words of JSON Schema."""
     errors: dict[str, str] = {}
     for fault in error.errors(include_url=False):
-        path = ".".join(str(part) for part in fault["loc"])
+        if len(errors) >= MOST_ERRORS:
+            break
+        path = ".".join(str(part) for part in fault["loc"])[:LONGEST_PATH]
         context = fault.get("ctx", {})
         word = _WORDS.get(fault["type"])
         if fault["type"] == "missing":

@@ -10,8 +10,8 @@ import pytest
 import requests
 from flask import Flask
 
-from horde.api.limits import _by_key
-from tests.support.live_broker import LiveBroker, live_broker
+from horde.api.limits import _anonymous, _by_key
+from tests.support.live_broker import ANONYMOUS, LiveBroker, live_broker
 
 BURST_SECONDS = 0.9
 
@@ -117,6 +117,27 @@ def test_too_many_waiting_orders_of_one_user_are_refused(broker: LiveBroker) -> 
     # The limit of two orders a second is met by now, so the last one that fits waits for the next.
     time.sleep(1.1)
     assert broker.ask({"prompt": "x", "params": {"n": 10}}, key=user).status_code == 202
+
+
+def test_a_user_has_the_same_limit_however_the_key_is_sent() -> None:
+    """The address's own limit is as small, so over HTTP the two cannot be told apart."""
+    spelled: list[dict[str, str]] = [{"apikey": "k"}, {"Authorization": "Bearer k"}, {"Authorization": "bearer  k"}]
+    app = Flask("x")
+    callers = set()
+    for headers in [*spelled, {"apikey": "k", "Authorization": "Bearer k"}]:
+        with app.test_request_context("/", headers=headers):
+            assert not _anonymous()
+            callers.add(_by_key())
+    assert len(callers) == 1
+    for headers in ({}, {"apikey": ANONYMOUS}, {"Authorization": f"Bearer {ANONYMOUS}"}):
+        with app.test_request_context("/", headers=headers):
+            assert _anonymous()
+
+
+def test_two_keys_that_differ_are_refused_and_limited_all_the_same(broker: LiveBroker) -> None:
+    headers = {"apikey": "a", "Authorization": "Bearer b"}
+    answers = burst(3, lambda _: broker.call("POST", "generate/text/async", headers=headers, json={"prompt": "x"}))
+    assert [answer.status_code for answer in answers] == [401, 401, 429]
 
 
 def test_a_key_is_nowhere_in_the_limiters_storage(broker: LiveBroker) -> None:

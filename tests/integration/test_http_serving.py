@@ -129,6 +129,10 @@ ODD_REQUESTS = [
     b"POST /api/v2/generate/text/async HTTP/1.1\r\nContent-Length: 5, 6\r\n\r\n",
     b"POST /api/v2/generate/text/async HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
     b"POST /api/v2/generate/text/async HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n",
+    b"POST / HTTP/1.1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST / HTTP/1.1\r\ntransfer-encoding:chunked\r\ncontent-length:0\r\n\r\n0\r\n\r\n",
+    b"POST / HTTP/1.1\r\nTransfer-Encoding:\r\nContent-Length: 0\r\n\r\n",
+    b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\nConnection: keep-alive\r\n\r\n0\r\n\r\n",
     b"POST /api/v2/generate/text/async HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
 ]
@@ -173,7 +177,7 @@ def waiting_poll(broker: LiveBroker, key: str) -> socket.socket:
 
 
 def until_waiting(broker: LiveBroker, count: int) -> None:
-    eventually(lambda: broker.context.wakeups._places == count)
+    eventually(lambda: len(broker.context.wakeups._places) == count)
 
 
 def eventually(holds: Callable[[], bool]) -> None:

@@ -44,11 +44,21 @@ def test_a_worker_is_found_by_its_name(broker: LiveBroker) -> None:
 
 
 def test_a_bad_name_of_a_worker_is_refused(broker: LiveBroker, worker_key: str) -> None:
-    bad: list[Any] = ["", " ", "x" * 101, "x" * 10_000, "a\tb", "a\nb", "a\u202eb", "a\0b", None, 5]
+    bad: list[Any] = ["", " ", "x" * 101, "x" * 10_000, "a\tb", "a\nb", "a\u202eb", None, 5]
     for name in bad:
         answer = broker.pop(worker_key, name=name)
         assert answer.status_code == 400, name
         assert list(answer.json()["errors"]) == ["name"]
+
+
+def test_a_nul_in_the_name_of_a_worker_is_left_out_and_elsewhere_refused(broker: LiveBroker, worker_key: str) -> None:
+    assert broker.pop(worker_key, name="\0a\0b").status_code == 200
+    assert [worker["name"] for worker in broker.call("GET", "workers").json()] == ["ab"]
+    nothing_left = broker.pop(worker_key, name="\0")
+    assert (nothing_left.status_code, list(nothing_left.json()["errors"])) == (400, ["name"])
+    elsewhere = broker.pop(worker_key, name="a\0", models=["m\0"])
+    assert (elsewhere.status_code, elsewhere.json()["rc"]) == (400, "NulByteInPayload")
+    assert list(elsewhere.json()["errors"]) == ["models.0"]
 
 
 def test_two_spellings_of_one_name_are_one_worker_and_another_owner_cannot_have_it(
@@ -78,6 +88,17 @@ def test_an_owner_pauses_a_worker_and_lets_it_go_on(broker: LiveBroker, worker_k
     assert broker.call("GET", path, key=worker_key).json()["maintenance_message"] == "back at nine"
     assert broker.call("PUT", path, key=worker_key, json={"maintenance": False}).json()["maintenance"] is False
     assert broker.pop_job(worker_key)
+
+
+def test_the_message_of_a_worker_in_maintenance_is_changed_by_itself(broker: LiveBroker, worker_key: str) -> None:
+    broker.pop(worker_key)
+    (worker,) = broker.call("GET", "workers", key=worker_key).json()
+    path = f"workers/{worker['id']}"
+    broker.call("PUT", path, key=worker_key, json={"maintenance": True, "maintenance_msg": "back at nine"})
+    changed = broker.call("PUT", path, key=worker_key, json={"maintenance_msg": "back at ten"})
+    assert changed.status_code == 200, changed.text
+    ChangeAnswer.model_validate(changed.json())
+    assert broker.call("GET", path, key=worker_key).json()["maintenance_message"] == "back at ten"
 
 
 def test_who_may_change_a_worker(broker: LiveBroker, worker_key: str) -> None:
@@ -142,3 +163,12 @@ def test_workers_are_listed_by_kind_and_name(broker: LiveBroker, worker_key: str
     assert broker.call("GET", "workers?type=image").json() == []
     assert broker.call("GET", "workers?type=interrogation").json() == []
     assert [worker["name"] for worker in broker.call("GET", "workers?name=two").json()] == ["two"]
+
+
+def test_an_empty_query_parameter_counts_as_left_out(broker: LiveBroker, worker_key: str) -> None:
+    # As horde-sdk asks for all workers.
+    assert broker.pop(worker_key).status_code == 200
+    listed = broker.call("GET", "workers?type=&name=").json()
+    assert len(listed) == 1
+    assert listed == broker.call("GET", "workers").json()
+    assert broker.call("GET", "status/models?type=&min_count=").status_code == 200

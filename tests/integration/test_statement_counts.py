@@ -156,7 +156,7 @@ def test_a_fault_that_puts_back(broker: Broker, key: str) -> None:
     job = broker.job(key)
     # Whose job it is; lock request and jobs, settle, overdue, conclude, enter the queue; COMMIT.
     cost = cost_of(lambda: broker.submit(key, job.id, state="faulted"))
-    assert_costs(cost, statements=6, round_trips=7, transactions=1)
+    assert_costs(cost, statements=7, round_trips=8, transactions=1)
 
 
 def test_a_status_of_what_waits(broker: Broker, key: str) -> None:

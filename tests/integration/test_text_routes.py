@@ -105,7 +105,7 @@ def test_a_poll_is_answered_as_soon_as_work_comes(broker: LiveBroker, worker_key
     answers: list[Any] = []
     waiting = threading.Thread(target=lambda: answers.append(broker.pop(worker_key, wait=25)))
     waiting.start()
-    while broker.context.wakeups._places == 0:
+    while len(broker.context.wakeups._places) == 0:
         pass
     request_id = broker.request()
     waiting.join(10)
@@ -264,6 +264,16 @@ def test_the_same_order_under_one_idempotency_key_is_one_request(broker: LiveBro
     other = broker.ask({"prompt": "y"}, key=user, headers=key)
     assert (other.status_code, other.json()["rc"]) == (422, "IdempotencyKeyConflict")
     assert broker.ask({"prompt": "y"}, key=broker.user().api_key, headers=key).status_code == 202
+
+
+def test_a_repeated_order_is_told_the_same_warnings(broker: LiveBroker) -> None:
+    body, key = {"prompt": "x", "models": ["no/such"]}, {"Idempotency-Key": "abc"}
+    user = broker.user().api_key
+    first, again = broker.ask(body, key=user, headers=key), broker.ask(body, key=user, headers=key)
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert first.json()["message"]
+    assert first.json()["warnings"]
+    assert again.json() == first.json()
 
 
 def test_the_same_pop_under_one_idempotency_key_gives_the_same_job(broker: LiveBroker, worker_key: str) -> None:

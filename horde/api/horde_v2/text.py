@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import cast
 
@@ -30,14 +31,14 @@ from horde.api.horde_v2.text_bodies import (
     TextSubmit,
 )
 from horde.api.identity import client_agent, idempotency_key, job_id_or_404, request_id_or_404, required_key
+from horde.api.undelivered import if_undelivered
 from horde.errors import ErrorCode, HordeError, not_found
-from horde.usecases.pop import Offer, pop_text
+from horde.usecases.context import Context
+from horde.usecases.pop import Offer, Popped, pop_text
 from horde.usecases.submit import Submission, submit_text
 from horde.usecases.text import TextOrder, cancel_text, read_text_status, request_text
 
 text = APIBlueprint("text", __name__, url_prefix="/api/v2/generate/text", tag="Text")
-_MOST_WORKERS = 5
-_MOST_MODELS = 200
 
 
 @text.post("/async")
@@ -94,7 +95,7 @@ def pop(body: TextPop) -> Response:
     key = required_key()
     offer = Offer(
         name=body.name,
-        models=body.models[:_MOST_MODELS],
+        models=body.models,
         max_length=body.max_length,
         max_context_length=body.max_context_length,
         threads=body.threads,
@@ -108,6 +109,9 @@ def pop(body: TextPop) -> Response:
     )
     disconnected = request.environ.get("waitress.client_disconnected", lambda: False)
     popped = pop_text(context(), key, offer, client_gone=lambda: disconnected() or stopping())
+    if popped.jobs and offer.idempotency_key is None:
+        # With a key the worker asks again and gets these jobs; without one nobody else will ever know their ids.
+        if_undelivered(functools.partial(_hand_back, context(), key, popped))
     return answer(pop_body(popped, native="wait" in body.model_fields_set))
 
 
@@ -136,6 +140,11 @@ def submit(body: TextSubmit) -> Response:
     return answer({"reward": submit_text(context(), key, submission)})
 
 
+def _hand_back(broker: Context, key: str, popped: Popped) -> None:
+    for job in popped.jobs:
+        submit_text(broker, key, Submission(job_id=job.id, state="released"))
+
+
 def _order(body: TextRequest) -> TextOrder:
     _refuse_unsupported(body)
     key = idempotency_key()
@@ -152,7 +161,7 @@ def _order(body: TextRequest) -> TextOrder:
         max_length=cast("int", params["max_length"]),
         max_context_length=cast("int", params["max_context_length"]),
         models=body.models,
-        worker_ids=body.workers[:_MOST_WORKERS],
+        worker_ids=body.workers,
         worker_blacklist=body.worker_blacklist,
         trusted_workers=body.trusted_workers,
         slow_workers=body.slow_workers,

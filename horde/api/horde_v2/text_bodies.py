@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from horde.api.validation import INT32_MAX, INT64_MAX, WHOLE, Absent, Body, Number, WorkerResult
+from horde.api.validation import INT32_MAX, INT64_MAX, WHOLE, Absent, Body, Number, WorkerResult, at_most, first
 
 DEFAULT_MAX_LENGTH = 80
 DEFAULT_MAX_CONTEXT_LENGTH = 2048
-_MOST_MODELS = 200
+# Workers offer more models than anybody reads, and clients name more workers: the first ones count.
+MOST_MODELS, MOST_WORKERS = 200, 5
+# All stop strings together have at most 2,000 characters, and none is empty.
+_MOST_STOPS = 2000
+# Twice the longest result that can be asked for.
+_MOST_TOKENS = 8192
 
 ModelName = Annotated[str, Field(max_length=255)]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -39,9 +44,9 @@ class TextParams(TypedDict, total=False):
     smoothing_factor: Annotated[Number, Field(ge=0, le=10)]
     dynatemp_range: Annotated[Number, Field(ge=0, le=5)]
     dynatemp_exponent: Annotated[Number, Field(ge=0, le=5)]
-    sampler_order: Annotated[list[Annotated[int, Field(strict=True, ge=0, le=255), WHOLE]], Field(max_length=64)]
+    sampler_order: Annotated[list[Annotated[int, Field(strict=True, ge=0, le=255), WHOLE]], at_most(64)]
     # An empty stop string would match everywhere, so it is refused rather than passed on.
-    stop_sequence: list[Annotated[str, Field(min_length=1)]]
+    stop_sequence: Annotated[list[Annotated[str, Field(min_length=1)]], at_most(_MOST_STOPS)]
     use_default_badwordsids: bool
     frmtadsnsp: bool
     frmtrmblln: bool
@@ -55,8 +60,10 @@ class TextRequest(Body):
 
     prompt: str
     params: TextParams = Field(default_factory=TextParams)
-    models: Annotated[list[ModelName], Field(max_length=_MOST_MODELS)] = Field(default_factory=list)
-    workers: list[Annotated[uuid.UUID, Field(strict=False)]] = Field(default_factory=list)
+    models: Annotated[list[ModelName], at_most(MOST_MODELS)] = Field(default_factory=list)
+    workers: Annotated[list[Annotated[uuid.UUID, Field(strict=False)]], first(MOST_WORKERS)] = Field(
+        default_factory=list
+    )
     worker_blacklist: bool = False
     trusted_workers: bool = False
     slow_workers: bool = True
@@ -68,17 +75,21 @@ class TextRequest(Body):
     # These change the result or its delivery and cannot be honoured yet: refused, not ignored.
     webhook: Absent[Annotated[str, Field(max_length=1024)]] = None
     style: Absent[Annotated[str, Field(max_length=1024)]] = None
-    extra_source_images: Absent[list[Any]] = None
+    extra_source_images: Absent[Annotated[list[Any], at_most(1000)]] = None
 
 
 class TextPop(Body):
     """A worker's call for work, with what it can do."""
 
+    strip_nul_from: ClassVar[tuple[str, ...]] = ("name",)
+
     name: str
-    models: list[Annotated[str, Field(min_length=1, max_length=255)]] = Field(default_factory=list)
+    models: Annotated[list[Annotated[str, Field(min_length=1, max_length=255)]], first(MOST_MODELS)] = Field(
+        default_factory=list
+    )
     max_length: Annotated[int, Field(strict=True, ge=1, le=INT32_MAX), WHOLE] = 512
     max_context_length: Annotated[int, Field(strict=True, ge=1, le=INT32_MAX), WHOLE] = 2048
-    priority_usernames: Annotated[list[Annotated[str, Field(max_length=255)]], Field(max_length=100)] = Field(
+    priority_usernames: Annotated[list[Annotated[str, Field(max_length=255)]], at_most(100)] = Field(
         default_factory=list
     )
     nsfw: bool = True
@@ -105,9 +116,11 @@ class TextSubmit(WorkerResult):
     generation: Absent[str] = None
     state: Literal["ok", "censored", "csam", "faulted", "released", "rejected"] = "ok"
     seed: Annotated[int, Field(strict=True, ge=-INT64_MAX - 1, le=INT64_MAX), WHOLE] = 0
-    gen_metadata: Annotated[list[GenerationNote], Field(max_length=50)] = Field(default_factory=list)
+    gen_metadata: Annotated[list[GenerationNote], at_most(50)] = Field(default_factory=list)
     finish_reason: Absent[Annotated[str, Field(max_length=64)]] = None
-    token_ids: Absent[list[Annotated[int, Field(strict=True, ge=0, le=INT32_MAX), WHOLE]]] = None
+    token_ids: Absent[
+        Annotated[list[Annotated[int, Field(strict=True, ge=0, le=INT32_MAX), WHOLE]], at_most(_MOST_TOKENS)]
+    ] = None
     error_code: Absent[Annotated[str, Field(max_length=64)]] = None
 
     @model_validator(mode="after")

@@ -1,0 +1,334 @@
+"""The connections of clients, on top of waitress: whose turn to leave it is, and who has left already.
+
+A request that does not arrive within a minute, an answer that is read too slowly and a connection that is idle for two
+minutes are closed. Where there are too many connections, in all or from one address, the one that has been of no use
+for longest gives way to the new one. A client that is told "too large" gets to read that. What waitress refuses by
+itself is JSON with CORS headers.
+
+Everything here runs in the server's loop, except for what is said to run in a request's thread.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+import structlog
+from waitress.channel import ClientDisconnected, HTTPChannel
+from waitress.parser import HTTPRequestParser, ParsingError
+from waitress.server import TcpWSGIServer
+from waitress.task import ErrorTask, WSGITask
+
+from horde.api.address import site_of
+from horde.api.answers import JSON_TYPE
+from horde.api.edge import CORS, SAFETY
+from horde.api.errors import describe
+from horde.api.undelivered import ON_UNDELIVERED
+
+RECEIVE_SECONDS, STALL_SECONDS, IDLE_SECONDS = 60.0, 30.0, 120.0
+# An answer may stay for `STALL_SECONDS` and the time that it takes at this pace.
+SLOWEST_BYTES_PER_SECOND = 16 << 10
+LINGER_SECONDS, LINGER_BYTES = 5.0, 64 << 20
+LOOK_SECONDS = 5.0
+_READ_BYTES = 64 << 10
+# Left to itself the kernel takes megabytes for a client that does not read, and what it has taken counts as sent.
+KERNEL_BUFFER_BYTES = 256 << 10
+# Linux tells that the other side has hung up even while input of it is unread; elsewhere only a reset is seen.
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)
+_FRAMING = re.compile(rb"^(content-length|transfer-encoding)[ \t]*:", re.IGNORECASE | re.MULTILINE)
+log = structlog.get_logger("horde.connections")
+
+
+class _Parser(HTTPRequestParser):  # type: ignore[misc]
+    """Refuses a request that tells its length twice: a proxy in front of us may have believed the other one."""
+
+    def parse_header(self, header_plus: bytes) -> None:
+        """Read the head of a request; raises ParsingError, which is a 400 that ends the connection."""
+        super().parse_header(header_plus)
+        told = {name.lower() for name in _FRAMING.findall(header_plus)}
+        if b"transfer-encoding" in told and (b"content-length" in told or self.version != "1.1"):
+            raise ParsingError("The length of the request is ambiguous")
+
+
+class _JsonError(ErrorTask):  # type: ignore[misc]
+    """What waitress refuses before the application sees it."""
+
+    def execute(self) -> None:
+        error = self.request.error
+        self.status = f"{error.code} {error.reason}"
+        body = orjson.dumps({"message": error.reason})
+        self.response_headers.extend([("Content-Type", JSON_TYPE), *CORS, *SAFETY])
+        self.set_close_on_finish()
+        self.content_length = len(body)
+        self.write(body)
+
+
+class _Task(WSGITask):  # type: ignore[misc]
+    """One request in its thread. The application may leave word what to do when the answer cannot be sent."""
+
+    def get_environment(self) -> dict[str, Any]:
+        """The WSGI environment."""
+        environ: dict[str, Any] = super().get_environment()
+        environ.setdefault(ON_UNDELIVERED, [])
+        return environ
+
+    def service(self) -> None:
+        """Answer the request."""
+        cut_off = False
+        try:
+            super().service()
+        except ClientDisconnected:
+            cut_off = True
+            raise
+        finally:
+            remedies = (self.environ or {}).get(ON_UNDELIVERED)
+            if remedies:
+                self.channel.answered(remedies, cut_off=cut_off)
+
+
+class _Remedy:
+    """Runs in a request's thread what the application left word of."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def service(self) -> None:
+        """Do it."""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001 nobody is there to be told
+            log.warning("remedy_failed", error=describe(error))
+
+    def cancel(self) -> None:
+        """The server ends: what a crash would leave is left."""
+
+
+class Channel(HTTPChannel):  # type: ignore[misc]
+    """One connection."""
+
+    parser_class = _Parser
+    task_class = _Task
+    error_task_class = _JsonError
+    request_since: float | None = None
+    _refused = False
+    _lingers_until: float | None = None
+    _discarded = 0
+    _sent = 0
+    _cut_off_unsent = False
+    # When the answers that are being read began to wait, and how much had been sent by then.
+    _unread_since: tuple[float, int] | None = None
+
+    def __init__(self, server: Any, connection: socket.socket, address: Any, adj: Any, map: Any = None) -> None:  # noqa: A002 waitress names it
+        self.site = site_of(address[0])
+        self._remedies: list[tuple[int, Callable[[], None]]] = []
+        super().__init__(server, connection, address, adj, map=map)
+
+    def check_client_disconnected(self) -> bool:
+        """Whether the client has hung up. Runs in a request's thread. The loop reads nothing, and so sees no end,
+        while further requests of this connection wait: then the socket itself is asked."""
+        if not self.connected:
+            return True
+        try:
+            poller = select.poll()
+            poller.register(self.socket.fileno(), _HUNG_UP)
+            return bool(poller.poll(0))
+        except (OSError, ValueError):
+            return True
+
+    def received(self, data: bytes) -> bool:
+        """Take input; notes when the current request began to arrive."""
+        if self.request is None:
+            self.request_since = time.time()
+        taken = bool(super().received(data))
+        if self.request is None:
+            self.request_since = None
+        if any(request.error for request in self.requests):
+            self._refused = True
+        return taken
+
+    def send(self, data: bytes, do_close: bool = True) -> int:
+        """Hand bytes to the socket; how many it took."""
+        sent = int(super().send(data, do_close=do_close))
+        self._sent += sent
+        return sent
+
+    def answered(self, remedies: Iterable[Callable[[], None]], *, cut_off: bool) -> None:
+        """An answer has been written, and maybe not sent yet. Runs in the request's thread.
+
+        Args:
+            remedies: what to do should the answer never be sent whole.
+            cut_off: whether it was not even taken.
+        """
+        with self.outbuf_lock:
+            if not cut_off and not self._cut_off_unsent:
+                end = self._sent + self.total_outbufs_len
+                self._remedies = [entry for entry in self._remedies if entry[0] > self._sent]
+                if self.total_outbufs_len:
+                    self._remedies.extend((end, remedy) for remedy in remedies)
+                return
+        for remedy in remedies:
+            self.server.add_task(_Remedy(remedy))
+
+    def handle_close(self) -> None:
+        """Close. After a refusal read on for a moment first: closing with input unread would reset the connection,
+        and the client would never see why."""
+        if not self._refused or self._lingers_until is not None or not self.connected:
+            self._close()
+            return
+        self._lingers_until = time.time() + LINGER_SECONDS
+        self.will_close = False
+        try:
+            self.socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._close()
+
+    def _close(self) -> None:
+        with self.outbuf_lock:
+            # An answer that is just being written has its last bytes in the buffer, so what is lost is of it.
+            self._cut_off_unsent = self._cut_off_unsent or bool(self.total_outbufs_len)
+            due = [remedy for end, remedy in self._remedies if end > self._sent]
+            self._remedies.clear()
+            super().handle_close()
+        for remedy in due:
+            self.server.add_task(_Remedy(remedy))
+
+    def readable(self) -> bool:
+        """Whether the loop should read."""
+        return self.connected and (self._lingers_until is not None or bool(super().readable()))
+
+    def writable(self) -> bool:
+        """Whether the loop should call `handle_write`."""
+        if self._lingers_until is not None:
+            return self.connected and time.time() > self._lingers_until
+        return self.connected and bool(super().writable())
+
+    def handle_write(self) -> None:
+        """Write, or end the lingering."""
+        if self._lingers_until is not None:
+            self.handle_close()
+            return
+        super().handle_write()
+        if not self.total_outbufs_len:
+            self._unread_since = None
+
+    def handle_read(self) -> None:
+        """Read, or discard while lingering."""
+        if self._lingers_until is None:
+            super().handle_read()
+            return
+        try:
+            self._discarded += len(self.recv(_READ_BYTES))
+        except OSError:
+            self.handle_close()
+            return
+        if self._discarded > LINGER_BYTES:
+            self.handle_close()
+
+    def overdue(self, now: float) -> bool:
+        """Whether this connection has had its time."""
+        if self._lingers_until is not None:
+            return now > self._lingers_until
+        if self.total_outbufs_len:
+            since, sent = self._unread_since = self._unread_since or (now, self._sent)
+            return now - since > STALL_SECONDS + (self._sent - sent) / SLOWEST_BYTES_PER_SECOND
+        self._unread_since = None
+        if self.requests:
+            return False
+        if self.request_since is not None:
+            return now - self.request_since > RECEIVE_SECONDS
+        return bool(now - self.last_activity > IDLE_SECONDS)
+
+    def end(self) -> None:
+        """Close what is overdue."""
+        self.will_close = True
+        if self.total_outbufs_len:
+            # The loop closes what it can write to, which is what does not come about here.
+            self._close()
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing runs here and nothing is left to write."""
+        return not self.requests and not self.total_outbufs_len
+
+    @property
+    def of_no_use_since(self) -> float:
+        """Since when it is idle or its request incomplete (seconds since the epoch)."""
+        return self.request_since or float(self.last_activity)
+
+
+class Listener(TcpWSGIServer):  # type: ignore[misc]
+    """One listening socket.
+
+    Attributes:
+        most: connections at most, those of other listeners in the same loop included.
+        most_of_one_site: connections at most from one IPv4 address or one IPv6 /64.
+    """
+
+    channel_class = Channel
+    most = 1024
+    most_of_one_site = 512
+    next_channel_cleanup = 0.0
+
+    def readable(self) -> bool:
+        """Whether the loop should accept: always, since room is made where there is none."""
+        now = time.time()
+        if now >= self.next_channel_cleanup:
+            self.next_channel_cleanup = now + LOOK_SECONDS
+            self.maintenance(now)
+        return bool(self.accepting)
+
+    def set_socket_options(self, connection: socket.socket) -> None:
+        """Prepare the socket of a new connection."""
+        super().set_socket_options(connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER_BYTES)
+
+    def maintenance(self, now: float) -> None:
+        """Close what is overdue."""
+        for channel in list(self.active_channels.values()):
+            if channel.overdue(now):
+                channel.end()
+
+    def handle_accept(self) -> None:
+        """Take a connection, and end another one where that is too many."""
+        try:
+            accepted = self.accept()
+        except OSError:
+            # No file descriptor is left.
+            self._end_one(self._channels())
+            return
+        if accepted is None:
+            return
+        connection, address = accepted
+        try:
+            self.set_socket_options(connection)
+            newcomer = self.channel_class(self, connection, self.fix_addr(address), self.adj, map=self._map)
+        except OSError:
+            connection.close()
+            return
+        if len(self._map) > min(self.most, self.most_of_one_site):
+            self._make_room(newcomer)
+
+    def _make_room(self, newcomer: Channel) -> None:
+        channels = self._channels()
+        neighbours = [channel for channel in channels if channel.site == newcomer.site]
+        for crowd, most in ((neighbours, self.most_of_one_site), (channels, self.most)):
+            if len(crowd) > most:
+                self._end_one([channel for channel in crowd if channel is not newcomer], newcomer)
+                return
+
+    def _channels(self) -> list[Channel]:
+        """The connections of all listeners of this loop, without those that are about to be closed."""
+        return [channel for channel in self._map.values() if isinstance(channel, Channel) and not channel.will_close]
+
+    @staticmethod
+    def _end_one(crowd: list[Channel], newcomer: Channel | None = None) -> None:
+        # Closed in the loop's next round: another connection must not get its number while this round knows it.
+        resting = [channel for channel in crowd if channel.at_rest]
+        leaving = min(resting, key=lambda channel: channel.of_no_use_since, default=newcomer)
+        if leaving is not None:
+            leaving.will_close = True
