@@ -124,11 +124,8 @@ def read_body(request: Request, model: type[BaseModel]) -> BaseModel:
 
 
 def read_query(request: Request, model: type[BaseModel]) -> BaseModel:
-    """The query string as `model`; of a repeated parameter the first counts, and an empty one counts as left out.
-
-    (horde-sdk sends `type=` where it means all types.)
-    """
-    given = {name: value for name, value in request.args.to_dict().items() if value}
+    """The query string as `model`; of a repeated parameter the first counts."""
+    given = request.args.to_dict()
     with_nul = islice((name for name, value in given.items() if "\x00" in value), MOST_ERRORS)
     errors = {name[:64].replace("\x00", ""): "must not contain NUL" for name in with_nul}
     if errors:

@@ -33,7 +33,8 @@ _OF_IMAGE_WORKERS: dict[str, Any] = {
 class WorkersQuery(Query):
     """Which workers to list."""
 
-    type: Absent[Literal["image", "text", "interrogation"]] = None
+    # horde-sdk sends an empty one where it means all.
+    type: Absent[Literal["image", "text", "interrogation", ""]] = None
     name: Absent[str] = None
 
 
@@ -94,7 +95,7 @@ class ChangeAnswer(Answer):
 @workers.doc(operation_id="list_workers", responses={400: "A parameter is not acceptable", **failures(401, 429)})
 def list_all(query: WorkersQuery) -> Response:
     """Who is online"""
-    found = list_workers(context(), query.type, name=query.name, api_key=given_key())
+    found = list_workers(context(), query.type or None, name=query.name or None, api_key=given_key())
     return answer([worker_body(worker) for worker in found])
 
 
