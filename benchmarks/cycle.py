@@ -27,7 +27,8 @@ def run(report: Report, *, seconds: float, rounds: int) -> None:
         found: list[dict[str, Any]] = []
         with open_broker(url) as broker:
             for _ in range(rounds):
-                keys = ["--url", broker, "--key", client.api_key, "--worker-key", owner.api_key]
+                # Joined by `=`: a key may begin with a dash.
+                keys = ["--url", broker, f"--key={client.api_key}", f"--worker-key={owner.api_key}"]
                 beats = load(*keys, "--mode", "get", seconds=seconds)
                 cycle = load(*keys, "--mode", "cycle", seconds=seconds)
                 plain, indexed = floor.measure(seconds), floor.measure(seconds, indexed=True)

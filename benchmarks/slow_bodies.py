@@ -28,7 +28,7 @@ def run(report: Report, *, seconds: float, rounds: int, clients: int = SLOW_CLIE
         url = postgres.create_database()
         client, _ = make_users(url)
         with open_broker(url) as broker:
-            arguments = ["--url", broker, "--key", client.api_key, "--mode", "get"]
+            arguments = ["--url", broker, f"--key={client.api_key}", "--mode", "get"]
             for _ in range(rounds):
                 quiet.append(load(*arguments, seconds=seconds, connections=CONNECTIONS))
                 with _slow_clients(broker, client.api_key, clients):

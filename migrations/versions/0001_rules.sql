@@ -1,8 +1,8 @@
 -- Functions and triggers of the first migration. They guard the lifecycle's rules against raw SQL and forms;
 -- the rules themselves are horde/lifecycle/.
 
--- The broker's clock. Tests move `clock.ahead`; nothing else does. In PL/pgSQL, whose plan lasts a session: a function in SQL is
--- planned anew for each place in each statement, at five times the cost.
+-- The broker's clock. Tests move `clock.ahead`; nothing else does. In PL/pgSQL, whose plan lasts a session: before
+-- PostgreSQL 18 a function in SQL that reads a table is planned anew for each place in each statement.
 CREATE FUNCTION horde_now() RETURNS timestamptz LANGUAGE plpgsql STABLE PARALLEL SAFE AS
 $$ BEGIN RETURN statement_timestamp() + (SELECT ahead FROM clock WHERE id = 1); END $$;
 
