@@ -15,6 +15,7 @@ from horde.api.documents import TITLE, describe_api
 from horde.api.edge import Edge
 from horde.api.errors import install_error_handlers
 from horde.api.explorer import explorer
+from horde.api.horde_v2.progress import progress
 from horde.api.horde_v2.status import status
 from horde.api.horde_v2.text import text
 from horde.api.horde_v2.users import users
@@ -61,7 +62,7 @@ def create_app(settings: Settings, context: Context | None = None) -> APIFlask:
     app.url_map.converters["any_text"] = AnyText
     broker = Broker(context or Context.create(settings), node=f"{settings.host}:{settings.port}:{__version__}")
     app.extensions[EXTENSION] = broker
-    for blueprint in (text, status, workers, users, explorer):
+    for blueprint in (text, progress, status, workers, users, explorer):
         app.register_blueprint(blueprint)
     install_error_handlers(app)
     install_limits(app, settings)

@@ -75,6 +75,7 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     "text.cancel": _STATUS,
     "text.pop": _WORK,
     "text.submit": _WORK,
+    "progress.post": _WORK,
     "workers.change": (Limit("30/minute", _by_address),),
 }
 UNLIMITED = frozenset({"status.read_heartbeat"})
@@ -98,7 +99,7 @@ def install_limits(app: Flask, settings: Settings) -> None:
     app.after_request(_never_at_once)
     limiter.init_app(app)
     for endpoint in list(app.view_functions):
-        if not endpoint.startswith(("text.", "status.", "workers.", "users.")) or endpoint in UNLIMITED:
+        if not endpoint.startswith(("text.", "progress.", "status.", "workers.", "users.")) or endpoint in UNLIMITED:
             continue
         view: Any = app.view_functions[endpoint]
         for limit in LIMITS.get(endpoint, (Limit(DEFAULT, _by_address),)):

@@ -11,6 +11,10 @@ from typing import Any
 from horde.db.database import Prepared, Transaction
 from horde.lifecycle.terms import EXPIRY_AFTER_LEASE
 
+# Of a request `r`: whose prompts may share what a worker has computed. One user's may; the anonymous account is shared by
+# strangers, so that there each request is on its own. Secret, and no worker's to see.
+TENANT = "coalesce((SELECT u.key_hash FROM users u WHERE u.id = r.user_id AND u.id <> 0), r.id::text)"
+
 # The compare-and-set of a claim. The caller chose the request by a read that may be old by now: everything that
 # allows the claim is asked of the row again here, under its lock.
 TAKE_FROM_REQUEST = Prepared("""
@@ -52,12 +56,13 @@ LOCK_CLAIMED_UNDER = """
 SELECT id FROM jobs WHERE worker_id = %(worker)s AND claim_key = %(key)s AND state = 'processing' ORDER BY id FOR UPDATE
 """
 
-FETCH_AGAIN = """
+FETCH_AGAIN = f"""
 UPDATE jobs j SET refetched = true
 FROM slots s, requests r
 WHERE j.id = ANY (%(jobs)s::uuid[]) AND j.state = 'processing'
   AND s.request_id = j.request_id AND s.idx = j.slot_idx AND r.id = j.request_id
-RETURNING j.id, j.model, j.ttl, j.slot_idx, s.seed, r.payload
+RETURNING j.id, j.request_id, j.model, j.ttl, j.slot_idx, j.claimed_at, s.seed, r.kind, r.payload,
+          r.attached_until IS NOT NULL AS attached, {TENANT} AS tenant
 """
 
 CLAIMED_UNDER = """
@@ -97,14 +102,18 @@ class ClaimedJob:
 
 @dataclass(frozen=True)
 class HeldJob:
-    """A job that was claimed before and still runs."""
+    """A job that was claimed before and still runs; `tenant` as in `TENANT`."""
 
     id: uuid.UUID
+    request_id: uuid.UUID
+    kind: str
     model: str
     ttl: int
     slot: int
     seed: int
     payload: dict[str, Any]
+    attached: bool
+    tenant: str
 
 
 def is_claimed_under(tx: Transaction, worker_id: uuid.UUID, key: str) -> bool:
@@ -113,15 +122,31 @@ def is_claimed_under(tx: Transaction, worker_id: uuid.UUID, key: str) -> bool:
 
 
 def fetch_again(tx: Transaction, worker_id: uuid.UUID, key: str) -> list[HeldJob]:
-    """What this worker's pop with this `Idempotency-Key` claimed and still holds: its answer was lost on the way.
+    """What this worker's pop with this `Idempotency-Key` claimed and still holds, in the order of the claim: its answer was lost.
 
     The jobs are marked, so that the first call, which may only now notice that its client has gone, does not hand them back.
     """
     jobs = tx.execute(LOCK_CLAIMED_UNDER, {"worker": worker_id, "key": key}).scalars()
     if not jobs:
         return []
-    rows = sorted(tx.execute(FETCH_AGAIN, {"jobs": jobs}), key=lambda row: int(row.slot_idx))
-    return [HeldJob(row.id, row.model, row.ttl, row.slot_idx, row.seed, row.payload) for row in rows]
+    rows = sorted(
+        tx.execute(FETCH_AGAIN, {"jobs": jobs}), key=lambda row: (row.claimed_at, row.request_id, row.slot_idx)
+    )
+    return [
+        HeldJob(
+            id=row.id,
+            request_id=row.request_id,
+            kind=row.kind,
+            model=row.model,
+            ttl=row.ttl,
+            slot=row.slot_idx,
+            seed=row.seed,
+            payload=row.payload,
+            attached=row.attached,
+            tenant=row.tenant,
+        )
+        for row in rows
+    ]
 
 
 def claim(

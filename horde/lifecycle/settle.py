@@ -40,11 +40,13 @@ UPDATE slots SET state = %(slot_state)s, releases = releases + %(release)s
 WHERE request_id = %(request)s AND idx = %(slot)s AND state = 'processing'
 """
 
-# A fail-over goes on after what the client already has: what was contiguous when the attempt settled.
+# A fail-over goes on after what the client already has: what was contiguous when the attempt settled. Where nobody is attached
+# nobody has anything, and any worker may begin anew.
 KEEP_PREFIX = """
 UPDATE slots SET prefix_token_ids = progress.token_ids, prefix_text = progress.text
-FROM progress
+FROM progress, requests r
 WHERE progress.job_id = %(job)s AND slots.request_id = %(request)s AND slots.idx = %(slot)s AND progress.token_ids <> '{}'
+  AND r.id = slots.request_id AND r.attached_until IS NOT NULL
 """
 
 DROP_WAITING = "UPDATE slots SET state = 'dropped' WHERE request_id = %(request)s AND state = 'waiting'"

@@ -8,6 +8,9 @@ from enum import StrEnum
 FAULTED_GENERATIONS_LIMIT = 2
 # A slot is put back after a release this often; the next one counts as a fault.
 RELEASES_PER_SLOT = 5
+# Of an order's `max_length` this many characters a token are kept, more than any tokenizer's tokens have on average. A result
+# must always be storable, so what is longer is cut: twenty of them are read in one status.
+CHARACTERS_KEPT_PER_TOKEN = 100
 
 
 class Kind(StrEnum):

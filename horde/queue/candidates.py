@@ -1,4 +1,4 @@
-"""Which request a worker's pop gets: the first by rank that it may take, its owner's and friends' first."""
+"""Which requests a worker's pop gets: the first by rank that it may take, its owner's and friends' first."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from horde.db.database import Database, Prepared, Transaction
 from horde.errors import unavailable
+from horde.lifecycle.claim import TENANT
 from horde.lifecycle.enqueue import ANY_MODEL
 from horde.queue.filter import CAN_SERVE, CONDITIONS, IS_OPEN, IS_WANTED, MAY_RETRY, OFFER
 
@@ -48,7 +49,8 @@ candidates AS (
 # Ids in an array, not a join: a plan made while the queue was short would look for the candidates once per request.
 # `r` is asked again after the lock (its row may have changed since), so IS_OPEN stands here a second time.
 CHOOSE = Prepared(f"""{_CANDIDATES}
-SELECT r.id, r.models, r.max_length, r.max_context_length, r.payload, r.kind
+SELECT r.id, r.models, r.max_length, r.max_context_length, r.payload, r.kind, r.attached_until IS NOT NULL AS attached,
+       {TENANT} AS tenant
 FROM requests r WHERE r.id = ANY (ARRAY(SELECT request_id FROM candidates)) AND {IS_OPEN}
 ORDER BY r.user_id <> ALL (%(friends)s::bigint[]), r.rank, r.id LIMIT 1 FOR UPDATE OF r
 """)
@@ -106,13 +108,16 @@ class Popper:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A request locked for this transaction, and what of it the claim and the payload need."""
+    """A request locked for this transaction, and what of it the claim and the answer need; `tenant` as in `TENANT`."""
 
     request_id: uuid.UUID
+    kind: str
     models: list[str]
     max_length: int
     max_context_length: int
     payload: dict[str, Any]
+    attached: bool
+    tenant: str
 
 
 def choose(tx: Transaction, popper: Popper, *, wait_for_locks: bool = False) -> Candidate | None:
@@ -123,22 +128,42 @@ def choose(tx: Transaction, popper: Popper, *, wait_for_locks: bool = False) -> 
     row = tx.execute(statement, popper.parameters(DEPTH)).one_or_none()
     if row is None:
         return None
-    return Candidate(row.id, row.models, row.max_length, row.max_context_length, row.payload)
+    return Candidate(
+        request_id=row.id,
+        kind=row.kind,
+        models=row.models,
+        max_length=row.max_length,
+        max_context_length=row.max_context_length,
+        payload=row.payload,
+        attached=row.attached,
+        tenant=row.tenant,
+    )
 
 
 def claim_first(
-    database: Database, popper: Popper, take: Callable[[Transaction, Candidate], Sequence[T]]
+    database: Database,
+    popper: Popper,
+    take: Callable[[Transaction, Candidate, int], Sequence[T]],
+    *,
+    most: int,
+    several: bool = False,
 ) -> Sequence[T]:
     """Choose and take; nothing is answered only when a look without locks finds nothing that the popper may take.
 
     Several workers may want one request at once: who finds it locked tries again, from the third time on by waiting for it.
+
+    Args:
+        take: claims up to so many slots of the request that was chosen.
+        most: slots to take at most.
+        several: of as many requests as that needs, in the order of the queue and in one transaction; else of the first alone.
 
     Raises:
         HordeError: 503, when even that took too long.
     """
     give_up = time.monotonic() + CONTENTION_SECONDS
     for attempt in itertools.count():
-        taken = database.run(functools.partial(_choose_and_take, popper, take, attempt >= TRIES_WITHOUT_WAITING))
+        wait = attempt >= TRIES_WITHOUT_WAITING
+        taken = database.run(functools.partial(_choose_and_take, popper, take, most, several, wait))
         if taken or not look(database, popper):
             return taken
         if time.monotonic() > give_up:
@@ -148,10 +173,22 @@ def claim_first(
 
 
 def _choose_and_take(
-    popper: Popper, take: Callable[[Transaction, Candidate], Sequence[T]], wait_for_locks: bool, tx: Transaction
+    popper: Popper,
+    take: Callable[[Transaction, Candidate, int], Sequence[T]],
+    most: int,
+    several: bool,
+    wait_for_locks: bool,
+    tx: Transaction,
 ) -> Sequence[T]:
-    candidate = choose(tx, popper, wait_for_locks=wait_for_locks)
-    return take(tx, candidate) if candidate is not None else []
+    taken: list[T] = []
+    while len(taken) < most:
+        # Who holds a request never waits for another one: two pops that did would wait for each other.
+        candidate = choose(tx, popper, wait_for_locks=wait_for_locks and not taken)
+        claimed = take(tx, candidate, most - len(taken)) if candidate is not None else []
+        taken += claimed
+        if not claimed or not several:
+            break
+    return taken
 
 
 def look(database: Database, popper: Popper) -> bool:

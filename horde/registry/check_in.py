@@ -25,12 +25,25 @@ WHERE w.name = %(name)s AND w.deleted_at IS NULL
 """)
 
 # Presence counts as uptime while the gaps between check-ins are short.
-CHECK_IN = """
-UPDATE workers SET uptime = uptime + CASE WHEN horde_now() - last_check_in < make_interval(secs => %(online)s)
-                                          THEN extract(epoch FROM horde_now() - last_check_in)::bigint ELSE 0 END,
+_UPTIME = """uptime + CASE WHEN horde_now() - last_check_in < make_interval(secs => %(online)s)
+                                          THEN extract(epoch FROM horde_now() - last_check_in)::bigint ELSE 0 END"""
+CHECK_IN = f"""
+UPDATE workers SET uptime = {_UPTIME},
     last_check_in = horde_now(), models = %(models)s, max_length = %(max_length)s, max_context_length = %(max_context_length)s,
     threads = %(threads)s, nsfw = %(nsfw)s, posts_progress = %(posts_progress)s, bridge_agent = %(bridge_agent)s
 WHERE id = %(id)s AND deleted_at IS NULL
+"""
+
+# A deleted one too: what it holds it may finish. The name may be another worker's since.
+READ_OWN = Prepared("""
+SELECT id, deleted_at IS NULL AND last_check_in <= horde_now() - make_interval(secs => %(write_every)s) AS due
+FROM workers WHERE owner_id = %(owner)s AND name = %(name)s ORDER BY deleted_at DESC NULLS FIRST LIMIT 1
+""")
+
+# One that has been away has its next pop to come back by, which counts its owner's workers.
+STAY_ONLINE = f"""
+UPDATE workers SET uptime = {_UPTIME}, last_check_in = horde_now()
+WHERE id = %(id)s AND deleted_at IS NULL AND last_check_in > horde_now() - make_interval(secs => %(online)s)
 """
 
 # The owner's row is the lock under which two first pops count the owner's workers one after the other.
@@ -108,6 +121,19 @@ def check_in(tx: Transaction, owner_id: int, announcement: Announcement) -> Chec
     if row.due or any(getattr(row, name) != value for name, value in columns.items() if name != "name"):
         tx.execute(CHECK_IN, {**columns, "id": row.id, "online": ONLINE_SECONDS})
     return CheckedIn(row.id, row.maintenance, row.maintenance_message, row.speed)
+
+
+def stay_online(tx: Transaction, owner_id: int, name: str) -> None:
+    """A sign of life between two pops: a worker that is busy with all it can hold is online.
+
+    Raises:
+        HordeError: 403 `WrongCredentials` when the owner never had a worker of this name.
+    """
+    row = tx.execute(READ_OWN, {"owner": owner_id, "name": name, "write_every": WRITE_EVERY}).one_or_none()
+    if row is None:
+        raise forbidden("wrong credentials: you have no worker of this name.", rc="WrongCredentials")
+    if row.due:
+        tx.execute(STAY_ONLINE, {"id": row.id, "online": ONLINE_SECONDS})
 
 
 def register(tx: Transaction, owner_id: int, announcement: Announcement, *, trusted: bool, limited: bool) -> None:

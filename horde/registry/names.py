@@ -30,13 +30,13 @@ _KEYCAP_BASES = frozenset("0123456789#*")
 _VIRAMA = 9
 
 
-def worker_name(name: str) -> str:
+def worker_name(name: str, *, field: str = "name") -> str:
     """The one form of a worker's name: composed (NFC), without NUL; upper and lower case differ.
 
     Raises:
-        HordeError: 400, when it is empty, too long, or holds what cannot be seen.
+        HordeError: 400, names the `field`, when it is empty, too long, or holds what cannot be seen.
     """
-    return _seen_name(name.replace("\0", ""), "A worker's name", "name", rc="TooLongWorkerName")
+    return _seen_name(name.replace("\0", ""), "A worker's name", field, rc="TooLongWorkerName")
 
 
 def user_name(name: str) -> str:

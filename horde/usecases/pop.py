@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,15 +12,14 @@ from typing import Any
 from horde.admission.keys import User, authenticate, require_registered
 from horde.db.database import Transaction
 from horde.errors import bad_request, forbidden, unavailable
-from horde.lifecycle.claim import Claimant, claim, fetch_again, is_claimed_under
-from horde.lifecycle.release import release_undelivered
+from horde.lifecycle.claim import Claimant
 from horde.lifecycle.words import Kind
 from horde.queue.candidates import Candidate, Popper, claim_first, count_skipped
 from horde.queue.wakeup import Waiter
 from horde.registry.check_in import Announcement, CheckedIn, check_in, register
 from horde.registry.names import worker_name
 from horde.usecases.context import Context
-from horde.usecases.pricing import price_result
+from horde.usecases.hand_out import ClaimedMeanwhile, PoppedJob, hand_back, held_under_key, stop_if_claimed, take
 
 MOST_MODELS = 200
 LONGEST_WAIT = 25.0
@@ -34,8 +31,6 @@ MOST_USEFUL_POLLS = 8
 # Index ranges that one pop may look at: its friends times its models.
 MOST_RANGES = 1000
 
-LOCK_KEY = "SELECT pg_advisory_xact_lock(hashtextextended(%(key)s, 7001))"
-
 
 @dataclass(frozen=True)
 class Offer:
@@ -43,7 +38,9 @@ class Offer:
 
     Attributes:
         wait: seconds to wait for work, at most 25.
-        amount: most jobs to hand out, all of one request.
+        amount: most jobs to hand out, all of one request, where there are no `slots`.
+        slots: most jobs to hand out, of as many requests as that needs.
+        progress: whether this worker posts progress; it gets short leases, which each post renews.
     """
 
     name: str
@@ -52,24 +49,14 @@ class Offer:
     max_context_length: int
     threads: int = 1
     amount: int = 1
+    slots: int | None = None
+    progress: bool = False
     nsfw: bool = True
     priority_usernames: list[str] = field(default_factory=list)
     bridge_agent: str = "unknown:0:unknown"
     wait: float = 0.0
     idempotency_key: str | None = None
     address: str = ""
-
-
-@dataclass(frozen=True)
-class PoppedJob:
-    """One job as its worker gets it; `ttl` in seconds."""
-
-    id: uuid.UUID
-    model: str
-    ttl: int
-    payload: dict[str, Any]
-    seed: int
-    slot: int
 
 
 @dataclass(frozen=True)
@@ -81,12 +68,8 @@ class Popped:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 
-class _ClaimedMeanwhile(Exception):  # noqa: N818 not an error: the same pop was sent twice and the other was first
-    """Roll back and answer what the other one claimed."""
-
-
 def pop_text(context: Context, api_key: str, offer: Offer, *, client_gone: Callable[[], bool]) -> Popped:
-    """Claim the first request that this worker may take.
+    """Claim the first request that this worker may take; with `slots` the first few, as many as it has room for.
 
     Args:
         client_gone: whether the caller has hung up; such a poll never takes a job.
@@ -96,16 +79,21 @@ def pop_text(context: Context, api_key: str, offer: Offer, *, client_gone: Calla
     """
     user, worker, popper = _check_in(context, api_key, offer)
     claimant = Claimant(
-        worker.id, worker_name(offer.name), user.id, claim_key=offer.idempotency_key, bridge_agent=offer.bridge_agent
+        worker.id,
+        worker_name(offer.name),
+        user.id,
+        posts_progress=offer.progress,
+        claim_key=offer.idempotency_key,
+        bridge_agent=offer.bridge_agent,
     )
-    jobs = _held_under_key(context, claimant)
+    jobs = held_under_key(context, claimant)
     if not jobs:
         try:
             jobs = _claim_or_wait(context, offer, popper, claimant, worker.speed, client_gone)
-        except _ClaimedMeanwhile:
+        except ClaimedMeanwhile:
             jobs = []
         # Another pop with this key may have claimed while this one looked: its jobs are this one's answer too.
-        jobs = jobs or _held_under_key(context, claimant)
+        jobs = jobs or held_under_key(context, claimant)
     if jobs:
         return Popped(list(jobs))
     if worker.maintenance:
@@ -131,6 +119,7 @@ def _check_in(context: Context, api_key: str, offer: Offer) -> tuple[User, Check
         max_context_length=offer.max_context_length,
         threads=offer.threads,
         nsfw=offer.nsfw,
+        posts_progress=offer.progress,
         bridge_agent=offer.bridge_agent,
     )
 
@@ -182,8 +171,13 @@ def _claim_or_wait(
     speed: float | None,
     client_gone: Callable[[], bool],
 ) -> Sequence[PoppedJob]:
-    def take(tx: Transaction, candidate: Candidate) -> Sequence[PoppedJob]:
-        return _take(tx, context, candidate, offer, claimant, speed)
+    most = offer.amount if offer.slots is None else offer.slots
+
+    def claim(tx: Transaction, candidate: Candidate, count: int) -> Sequence[PoppedJob]:
+        if count == most:
+            # Nothing is taken yet: what is found under the key is not this pop's own.
+            stop_if_claimed(tx, claimant)
+        return take(tx, candidate, claimant, models=offer.models, speed=speed, terms=context.terms, count=count)
 
     until = time.monotonic() + min(offer.wait, LONGEST_WAIT)
     with ExitStack() as waits:
@@ -195,12 +189,12 @@ def _claim_or_wait(
             told = woken.take()
             jobs: Sequence[PoppedJob] = []
             try:
-                jobs = claim_first(context.database, popper, take)
+                jobs = claim_first(context.database, popper, claim, most=most, several=offer.slots is not None)
             finally:
                 if not jobs:
                     context.wakeups.pass_on(woken, told)
             if jobs and client_gone():
-                _hand_back(context, jobs)
+                hand_back(context, jobs)
                 return []
             if jobs or not may_wait or time.monotonic() >= until:
                 return jobs
@@ -220,33 +214,3 @@ def _wait(woken: Waiter, until: float, client_gone: Callable[[], bool]) -> None:
     while (left := again - time.monotonic()) > 0:
         if woken.wait(min(left, CLIENT_CHECK)) or client_gone():
             return
-
-
-def _take(
-    tx: Transaction, context: Context, candidate: Candidate, offer: Offer, claimant: Claimant, speed: float | None
-) -> Sequence[PoppedJob]:
-    if claimant.claim_key is not None:
-        # A second pop with this key, sent while the first still runs, waits here and then finds what that one claimed.
-        tx.execute(LOCK_KEY, {"key": f"{claimant.id}:{claimant.claim_key}"})
-        if is_claimed_under(tx, claimant.id, claimant.claim_key):
-            raise _ClaimedMeanwhile
-    common = [model for model in offer.models if not candidate.models or model in candidate.models]
-    model = random.choice(common)  # noqa: S311 any of them will do
-    lease = context.terms.lease(max_length=candidate.max_length, tokens_per_second=speed, posts_progress=False)
-    jobs = claim(tx, candidate.request_id, claimant, model=model, lease=lease, count=offer.amount)
-    return [PoppedJob(job.id, model, job.lease, candidate.payload, job.seed, job.slot) for job in jobs]
-
-
-def _held_under_key(context: Context, claimant: Claimant) -> Sequence[PoppedJob]:
-    key = claimant.claim_key
-    if key is None:
-        return []
-    held = context.database.run(lambda tx: fetch_again(tx, claimant.id, key))
-    return [PoppedJob(job.id, job.model, job.ttl, job.payload, job.seed, job.slot) for job in held]
-
-
-def _hand_back(context: Context, jobs: Sequence[PoppedJob]) -> None:
-    """The caller hung up while we claimed: nobody will read the answer, so the jobs go back at once, without blame."""
-    for job in jobs:
-        settlement = context.database.run(functools.partial(release_undelivered, job_id=job.id, pricing=price_result))
-        context.wakeups.announce(settlement.waits_for)

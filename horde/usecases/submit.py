@@ -16,13 +16,9 @@ from horde.lifecycle.reject import reject
 from horde.lifecycle.release import release
 from horde.lifecycle.settle import Settlement
 from horde.lifecycle.store import Result, store
-from horde.lifecycle.words import ResultState, Verdict
+from horde.lifecycle.words import CHARACTERS_KEPT_PER_TOKEN, ResultState, Verdict
 from horde.usecases.context import Context
 from horde.usecases.pricing import price_result
-
-# More than any tokenizer's tokens have on average. A result must always be storable, so what is longer is cut: twenty of them
-# are read in one status.
-CHARACTERS_KEPT_PER_TOKEN = 100
 
 # The job first, then the key, then whose job it is: workers rely on that order of errors.
 FIND_JOB = Prepared("""

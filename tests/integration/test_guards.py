@@ -202,10 +202,14 @@ def popper(worker: Claimant) -> Popper:
     )
 
 
-def pop(world: World, worker: Claimant) -> Sequence[ClaimedJob]:
-    """Claim a slot of the first request in the queue."""
+def pop(world: World, worker: Claimant, most: int = 1) -> Sequence[ClaimedJob]:
+    """Claim a slot of the first request in the queue, or so many of the first few."""
     return claim_first(
-        world.db, popper(worker), lambda tx, found: claim(tx, found.request_id, worker, model="m", lease=150)
+        world.db,
+        popper(worker),
+        lambda tx, found, count: claim(tx, found.request_id, worker, model="m", lease=150, count=count),
+        most=most,
+        several=most > 1,
     )
 
 
@@ -230,6 +234,21 @@ def test_a_pop_passes_over_a_locked_request_when_another_waits(world: World, sta
 
     assert world.scalar("SELECT request_id FROM jobs WHERE id = %(id)s", id=job.id) == behind
     assert len(holding.result()) == 1
+
+
+def test_a_pop_that_holds_a_request_does_not_wait_for_the_next_one(
+    world: World, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As the third try does; two that waited for each other's requests would never end.
+    monkeypatch.setattr(candidates, "TRIES_WITHOUT_WAITING", 0)
+    first, locked, last = world.request(), world.request(), world.request()
+    holding = stage.hold(partial(world.cancel, locked), after=rows.LOCK_REQUEST)
+
+    jobs = pop(world, world.worker(), most=3)
+
+    requests = [world.scalar("SELECT request_id FROM jobs WHERE id = %(id)s", id=job.id) for job in jobs]
+    assert requests == [first, last]
+    holding.result()
 
 
 # --- unique names

@@ -207,8 +207,8 @@ def test_a_job_claimed_for_a_client_that_hung_up_meanwhile_goes_back_at_once(
     """Staged between the commit of the claim and the answer: the poll stands there until its client has gone."""
     claimed, gone = threading.Event(), threading.Event()
 
-    def claim_and_stand(*arguments: Any) -> Any:
-        jobs = claim_first(*arguments)
+    def claim_and_stand(*arguments: Any, **options: Any) -> Any:
+        jobs = claim_first(*arguments, **options)
         if jobs:
             claimed.set()
             assert gone.wait(20)

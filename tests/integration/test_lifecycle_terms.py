@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from horde.lifecycle.cancel import Cancelled
+from horde.lifecycle.progress import Chunk, post_progress
 from horde.lifecycle.terms import Terms
 from horde.lifecycle.words import CancelReason, Kind, Verdict
 from tests.support.invariants import check_invariants
@@ -148,6 +150,55 @@ def test_the_next_attempt_goes_on_after_what_the_client_has(world: World) -> Non
     assert world.post(job, [7], "x", offset=3).stop == "stale"
     world.fault(again.id)
     assert world.rows("SELECT prefix_text FROM slots WHERE request_id = %(r)s", r=request) == [("abc",)]
+
+
+@EVERY_KIND
+def test_without_an_attached_client_nobody_has_a_beginning_and_a_retry_begins_anew(world: World, kind: Kind) -> None:
+    request = world.request(2, kind=kind)
+    job = world.claim_one(request, world.worker(posts_progress=True))
+    world.post(job, [1, 2, 3], "abc")
+    world.release(job)
+
+    again, _ = world.claim(request, world.worker(posts_progress=True), count=2)
+
+    assert (again.slot, again.prefix_token_ids, again.prefix_text) == (0, None, None)
+    assert world.post(again.id, [7], "x").accepted == 1
+    assert world.rows("SELECT token_ids, text FROM progress WHERE job_id = %(j)s", j=again.id) == [([7], "x")]
+
+
+def test_a_sign_of_life_keeps_nothing_and_says_what_is_held(world: World) -> None:
+    job = world.claim_one(world.request(kind=Kind.CHAT, attached=True), world.worker(posts_progress=True))
+    assert world.post(job).accepted == 0
+    assert world.scalar("SELECT count(*) FROM progress") == 0
+    world.post(job, [1, 2], "ab")
+    assert world.post(job).accepted == 2
+
+
+def test_what_is_behind_a_gap_of_tokens_or_of_text_is_not_taken(world: World) -> None:
+    job = world.claim_one(world.request(), world.worker(posts_progress=True))
+    owner = world.scalar("SELECT owner_id FROM jobs WHERE id = %(j)s", j=job)
+
+    def post(**fields: Any) -> int:
+        (answer,) = world.db.run(lambda tx: post_progress(tx, owner, [Chunk(job, **fields)]))
+        return answer.accepted
+
+    # A token may have no text yet: half a character, or what may become a stop string.
+    assert post(token_ids=[1, 2], text="a") == 2
+    assert post(offset=2, token_ids=[3], text="d", text_offset=3) == 2
+    assert post(offset=3, token_ids=[4], text="b", text_offset=1) == 2
+    assert post(offset=2, token_ids=[3], text="bcd", text_offset=1) == 3
+    assert world.rows("SELECT token_ids, text FROM progress") == [([1, 2, 3], "abcd")]
+
+
+def test_no_more_is_kept_than_the_order_asked_for(world: World) -> None:
+    job = world.claim_one(world.request(max_length=20), world.worker(posts_progress=True))
+
+    assert world.post(job, range(15), "x" * 15).accepted == 15
+    assert world.post(job, range(15, 40), "y" * 5000, offset=15).accepted == 20
+    assert world.post(job, range(20, 40), "z" * 20, offset=20).accepted == 20
+
+    (posted,) = world.rows("SELECT token_ids, text FROM progress")
+    assert posted == (list(range(20)), "x" * 15 + "y" * 1985)
 
 
 # --- outages

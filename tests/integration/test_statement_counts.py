@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from horde.db import database as db_module
 from horde.db.database import Rows, Transaction
+from horde.usecases.progress import Chunk, post_progress
 from tests.support.broker import Broker, open_broker
 
 
@@ -124,6 +126,17 @@ def test_a_pop_of_many_jobs_costs_no_more(broker: Broker, key: str) -> None:
     assert_costs(cost, statements=5, round_trips=6, transactions=1)
 
 
+def test_a_pop_with_slots_costs_three_statements_for_each_request(broker: Broker, key: str) -> None:
+    for n in (2, 1, 3):
+        broker.order(key, n=n)
+    # The user and the worker; choose, take and begin for each of three requests in one transaction, then its COMMIT.
+    cost = cost_of(lambda: broker.pop(key, slots=5))
+    assert_costs(cost, statements=11, round_trips=12, transactions=1)
+    # With room left, one choice more, which finds nothing.
+    cost = cost_of(lambda: broker.pop(key, slots=5))
+    assert_costs(cost, statements=6, round_trips=7, transactions=1)
+
+
 def test_a_pop_that_gets_nothing(broker: Broker, key: str) -> None:
     # The user and the worker; choose, which finds nothing; the look that confirms it; why.
     cost = cost_of(lambda: broker.nothing(key))
@@ -149,6 +162,30 @@ def test_the_submit_that_completes_a_request_costs_no_more(broker: Broker, key: 
     job = broker.job(key)
     cost = cost_of(lambda: broker.submit(key, job.id))
     assert_costs(cost, statements=4, round_trips=5, transactions=1)
+
+
+def test_a_post_costs_as_much_for_one_job_as_for_many(broker: Broker, key: str) -> None:
+    broker.order(key, n=20)
+    broker.order(key, n=20)
+    chunks = [Chunk(job.id) for job in broker.pop(key, slots=40, progress=True).jobs]
+    assert len(chunks) == 40
+    warm = [Chunk(chunks[0].job_id, token_ids=[1], text="x")]
+    post_progress(broker.context, key, "worker", warm)
+    # The user and the worker; lock and renew in a transaction, then its COMMIT.
+    for some in (chunks[:1], chunks):
+        cost = cost_of(partial(post_progress, broker.context, key, "worker", some))
+        assert_costs(cost, statements=4, round_trips=5, transactions=1)
+    # What is kept costs one more for each job that brought something.
+    tokens = [Chunk(chunk.job_id, token_ids=[1, 2], text="xy") for chunk in chunks[:7]]
+    cost = cost_of(lambda: post_progress(broker.context, key, "worker", tokens))
+    assert_costs(cost, statements=11, round_trips=12, transactions=1)
+
+
+def test_a_post_without_jobs(broker: Broker, key: str) -> None:
+    post_progress(broker.context, key, "worker", [])
+    # The user and the worker.
+    cost = cost_of(lambda: post_progress(broker.context, key, "worker", []))
+    assert_costs(cost, statements=2, round_trips=2, transactions=0)
 
 
 def test_a_fault_that_puts_back(broker: Broker, key: str) -> None:

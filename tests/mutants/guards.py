@@ -19,6 +19,8 @@ POLLS = "tests/integration/test_long_poll.py::"
 MAINTENANCE = "tests/integration/test_maintenance_threads.py::"
 FOLDS = "tests/integration/test_folds.py::"
 GUARDS = "tests/integration/test_guards.py::"
+ROOM = "tests/integration/test_pop_slots.py::"
+POSTS = "tests/integration/test_progress.py::"
 
 ONLY_PROCESSING = " AND state = 'processing'"
 
@@ -443,7 +445,102 @@ ANSWERS = (
         GUARDS + "test_a_post_for_a_job_of_a_worker_that_announced_none_leaves_its_lease_alone",
         module="horde.lifecycle.progress",
         within="def post_progress(",
-        old=" and found[job].posts_progress",
+        old=" and row.posts_progress",
+    ),
+    Mutant(
+        "a post comes from a worker of its caller",
+        POSTS + "test_a_post_is_from_a_worker_of_the_callers",
+        module="horde.registry.check_in",
+        within="READ_OWN = ",
+        old="owner_id = %(owner)s AND ",
+    ),
+    Mutant(
+        "a post does not bring back a worker that has been away",
+        POSTS + "test_a_worker_that_posts_stays_online_however_long_it_does_not_pop",
+        module="horde.registry.check_in",
+        within="STAY_ONLINE = ",
+        old=" AND last_check_in > horde_now() - make_interval(secs => %(online)s)",
+    ),
+    Mutant(
+        "tokens behind a gap are not taken",
+        TERMS + "test_what_is_behind_a_gap_of_tokens_or_of_text_is_not_taken",
+        module="horde.lifecycle.progress",
+        within="def _append(",
+        old="chunk.offset > held.tokens or ",
+    ),
+    Mutant(
+        "text behind a gap is not taken",
+        TERMS + "test_what_is_behind_a_gap_of_tokens_or_of_text_is_not_taken",
+        module="horde.lifecycle.progress",
+        within="def _append(",
+        old=" or chunk.text_offset > held.characters",
+    ),
+    Mutant(
+        "no more tokens are kept than were ordered",
+        TERMS + "test_no_more_is_kept_than_the_order_asked_for",
+        module="horde.lifecycle.progress",
+        within="def _append(",
+        old="held.max_length - chunk.offset",
+    ),
+    Mutant(
+        "no more text is kept than those tokens can have",
+        TERMS + "test_no_more_is_kept_than_the_order_asked_for",
+        module="horde.lifecycle.progress",
+        within="def _append(",
+        old="most - chunk.text_offset",
+    ),
+    Mutant(
+        "only an attached client has the beginning of a text",
+        TERMS + "test_without_an_attached_client_nobody_has_a_beginning_and_a_retry_begins_anew[text]",
+        module="horde.lifecycle.settle",
+        within="KEEP_PREFIX = ",
+        old=" AND r.attached_until IS NOT NULL",
+    ),
+)
+
+SLOTS = (
+    Mutant(
+        "a pop that holds a request waits for no other",
+        GUARDS + "test_a_pop_that_holds_a_request_does_not_wait_for_the_next_one",
+        module="horde.queue.candidates",
+        within="def _choose_and_take(",
+        old=" and not taken",
+    ),
+    Mutant(
+        "a pop takes no more than its worker has room for",
+        ROOM + "test_a_request_that_does_not_fit_is_taken_in_part_and_its_rest_comes_first_next_time",
+        module="horde.queue.candidates",
+        within="def _choose_and_take(",
+        old="most - len(taken)",
+        new="most",
+    ),
+    Mutant(
+        "a pop without slots takes of one request",
+        ROOM + "test_without_slots_a_pop_takes_of_one_request_only",
+        module="horde.queue.candidates",
+        within="def _choose_and_take(",
+        old=" or not several",
+    ),
+    Mutant(
+        "pops at once under one key share a claim of several requests",
+        ROOM + "test_pops_at_once_under_one_key_are_all_answered_with_the_same_jobs",
+        module="horde.usecases.pop",
+        old="stop_if_claimed(tx, claimant)",
+        new="pass",
+    ),
+    Mutant(
+        "a pop does not take its own jobs for another one's",
+        ROOM + "test_a_repeat_under_the_key_gets_all_of_the_jobs_again_in_their_order",
+        module="horde.usecases.pop",
+        old="if count == most:",
+        new="if True:",
+    ),
+    Mutant(
+        "strangers who share the anonymous key share no salt",
+        ROOM + "test_strangers_who_share_the_anonymous_key_share_no_salt",
+        module="horde.lifecycle.claim",
+        within="TENANT = ",
+        old=" AND u.id <> 0",
     ),
 )
 
@@ -528,6 +625,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *LOCKS,
     *OUTCOMES,
     *ANSWERS,
+    *SLOTS,
     *MAINTAINED,
     *DATABASE,
 )

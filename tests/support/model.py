@@ -309,8 +309,9 @@ class Model:
         job.started_at = self.now if job.started_at is None else job.started_at
         job.lease_begun, job.lease_end = self.now, self.now + PROGRESS_LEASE
         held = request.slots[job.slot].prefix if job.posted is None else job.posted
-        job.posted = max(held, offset + count) if offset <= held else held
-        return job.posted, None
+        if offset <= held < offset + count:
+            job.posted = held = offset + count
+        return held, None
 
     def stay_attached(self, request_id: uuid.UUID) -> bool:
         """The client still waits on its connection."""
@@ -377,7 +378,8 @@ class Model:
             return False
         slot = request.slots[job.slot]
         slot.state = "waiting"
-        slot.prefix = job.posted or slot.prefix
+        if request.attached_until is not None:
+            slot.prefix = job.posted or slot.prefix
         request.tried.add(job.worker)
         return True
 

@@ -33,10 +33,13 @@ from horde.api.horde_v2.text_bodies import (
 from horde.api.identity import client_agent, idempotency_key, job_id_or_404, request_id_or_404, required_key
 from horde.api.undelivered import if_undelivered
 from horde.errors import ErrorCode, HordeError, not_found
-from horde.usecases.context import Context
-from horde.usecases.pop import Offer, Popped, pop_text
+from horde.usecases.hand_out import hand_back
+from horde.usecases.pop import Offer, pop_text
 from horde.usecases.submit import Submission, submit_text
 from horde.usecases.text import TextOrder, cancel_text, read_text_status, request_text
+
+# Who sends one of these in a pop knows our answer.
+OUR_FIELDS = frozenset({"wait", "slots", "progress"})
 
 text = APIBlueprint("text", __name__, url_prefix="/api/v2/generate/text", tag="Text")
 
@@ -89,7 +92,8 @@ def cancel(request_id: str) -> Response:
 def pop(body: TextPop) -> Response:
     """Ask for a job, as a worker
 
-    The first call makes the worker. With `wait` the answer may take that many seconds. With a header
+    The first call makes the worker. With `wait` the answer may take that many seconds. With `slots` it holds up to
+    that many jobs, of several requests. With `progress` the worker promises to post progress. With a header
     `Idempotency-Key` a repeat gives the same jobs again, so that a lost answer loses nothing.
     """
     key = required_key()
@@ -100,6 +104,8 @@ def pop(body: TextPop) -> Response:
         max_context_length=body.max_context_length,
         threads=body.threads,
         amount=body.amount,
+        slots=body.slots,
+        progress=body.progress,
         nsfw=body.nsfw,
         priority_usernames=body.priority_usernames,
         bridge_agent=body.bridge_agent,
@@ -111,8 +117,8 @@ def pop(body: TextPop) -> Response:
     popped = pop_text(context(), key, offer, client_gone=lambda: disconnected() or stopping())
     if popped.jobs and offer.idempotency_key is None:
         # With a key the worker asks again and gets these jobs; without one nobody else will ever know their ids.
-        if_undelivered(functools.partial(_hand_back, context(), key, popped))
-    return answer(pop_body(popped, native="wait" in body.model_fields_set))
+        if_undelivered(functools.partial(hand_back, context(), popped.jobs))
+    return answer(pop_body(popped, native=not body.model_fields_set.isdisjoint(OUR_FIELDS)))
 
 
 @text.post("/submit")
@@ -138,11 +144,6 @@ def submit(body: TextSubmit) -> Response:
         idempotency_key=idempotency_key(),
     )
     return answer({"reward": submit_text(context(), key, submission)})
-
-
-def _hand_back(broker: Context, key: str, popped: Popped) -> None:
-    for job in popped.jobs:
-        submit_text(broker, key, Submission(job_id=job.id, state="released"))
 
 
 def _order(body: TextRequest) -> TextOrder:

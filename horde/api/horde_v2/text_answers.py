@@ -67,7 +67,7 @@ class StatusAnswer(Answer):
 
 
 class PopAnswer(Answer):
-    """A job, or the same shape with `id` null. `slot`, `seed` and `jobs` are told to workers that sent `wait`."""
+    """A job, or the same shape with `id` null. `slot`, `seed` and `jobs` are told to workers that sent `wait`, `slots` or `progress`."""
 
     payload: dict[str, Any]
     id: str | None
@@ -139,19 +139,24 @@ def pop_body(popped: Popped, *, native: bool) -> dict[str, Any]:
     jobs = [
         {
             "id": str(job.id),
+            "kind": job.kind,
             "model": job.model,
             "ttl": job.ttl,
             "payload": {**PAYLOAD_DEFAULTS, **job.payload},
             "slot": job.slot,
             "seed": job.seed,
+            "attached": job.attached,
+            "cache_salt": job.cache_salt,
         }
         for job in popped.jobs
     ]
     first = jobs[0] if jobs else None
+    # They share the one payload, so they are the first request's alone.
+    ids = [str(job.id) for job in popped.jobs if job.request_id == popped.jobs[0].request_id]
     body: dict[str, Any] = {
         "payload": first["payload"] if first else PAYLOAD_DEFAULTS,
         "id": first["id"] if first else None,
-        "ids": [job["id"] for job in jobs],
+        "ids": ids,
         "model": first["model"] if first else None,
         "ttl": first["ttl"] if first else None,
         "softprompt": None,

@@ -97,6 +97,8 @@ class TextPop(Body):
     threads: Annotated[int, Field(strict=True, ge=1, le=50), WHOLE] = 1
     amount: Annotated[int, Field(strict=True, ge=1, le=20), WHOLE] = 1
     wait: Annotated[Number, Field(ge=0, le=25)] = 0.0
+    slots: Absent[Annotated[int, Field(strict=True, ge=1, le=50), WHOLE]] = None
+    progress: bool = False
 
 
 class GenerationNote(Body):

@@ -16,6 +16,7 @@ ROUTES = {
     ("delete", "/api/v2/generate/text/status/{request_id}"),
     ("post", "/api/v2/generate/text/pop"),
     ("post", "/api/v2/generate/text/submit"),
+    ("post", "/api/v2/generate/progress"),
     ("get", "/api/v2/status/heartbeat"),
     ("get", "/api/v2/status/models"),
     ("get", "/api/v2/status/performance"),

@@ -1,0 +1,103 @@
+"""`generate/progress`: workers say how far their jobs are, and hear which of them nobody wants any more."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from apiflask import APIBlueprint
+from flask import Response
+from pydantic import Field
+
+from horde.api.answers import answer
+from horde.api.broker import context
+from horde.api.documents import failures
+from horde.api.identity import required_key
+from horde.api.validation import INT32_MAX, WHOLE, Absent, Answer, Body, Number, WorkerResult, at_most
+from horde.usecases.progress import Chunk, Progressed, post_progress
+
+MOST_JOBS = 200
+# Twice the longest result that can be asked for.
+MOST_TOKENS = 8192
+
+Count = Annotated[int, Field(strict=True, ge=0, le=INT32_MAX), WHOLE]
+Milliseconds = Annotated[Number, Field(ge=0)]
+
+progress = APIBlueprint("progress", __name__, url_prefix="/api/v2/generate", tag="Text")
+
+
+class JobProgress(Body):
+    """One job: what is new of its output, counted from its slot's first token, and what the worker does with it.
+
+    What follows `text_offset` is checked, and kept nowhere yet.
+    """
+
+    id: Annotated[uuid.UUID, Field(strict=False)]
+    state: Literal["queued", "started", "prefill", "decode"]
+    offset: Count = 0
+    token_ids: Annotated[list[Count], at_most(MOST_TOKENS)] = Field(default_factory=list)
+    text: str = ""
+    text_offset: Count = 0
+    logprobs: Absent[Annotated[list[Any], at_most(MOST_TOKENS)]] = None
+    prefill_ms: Absent[Milliseconds] = None
+    decode_ms: Absent[Milliseconds] = None
+    batch: Absent[Count] = None
+    preemptions: Absent[Count] = None
+
+
+class ProgressPost(WorkerResult):
+    """What a worker posts: every job it holds, running or waiting in it."""
+
+    worker: str
+    jobs: Annotated[list[JobProgress], at_most(MOST_JOBS)]
+
+
+class JobAnswer(Answer):
+    """One job that goes on."""
+
+    id: str
+    accepted: int
+    ttl: int
+
+
+class StopAnswer(Answer):
+    """One job that nobody wants any more."""
+
+    id: str
+    reason: Literal["cancelled", "voided", "stale", "rejected"]
+
+
+class ProgressAnswer(Answer):
+    """Each job that was named, under `jobs` or under `stop`."""
+
+    jobs: list[JobAnswer]
+    stop: list[StopAnswer]
+
+
+@progress.post("/progress")
+@progress.input(ProgressPost, arg_name="body")
+@progress.output(ProgressAnswer)
+@progress.doc(operation_id="post_progress", security="apikey", responses=failures(400, 401, 403, 429))
+def post(body: ProgressPost) -> Response:
+    """Say how far jobs are, as their worker
+
+    Each post renews the lease of every job that it names, for a worker that popped with `progress`. Tokens and text are
+    kept from where the broker is, so repeats are harmless; `accepted` tells how many tokens it holds. What is under
+    `stop` is not this worker's any more.
+    """
+    chunks = [
+        Chunk(job.id, offset=job.offset, token_ids=job.token_ids, text=job.text, text_offset=job.text_offset)
+        for job in body.jobs
+    ]
+    return answer(progress_body(post_progress(context(), required_key(), body.worker, chunks)))
+
+
+def progress_body(answers: Sequence[Progressed]) -> dict[str, Any]:
+    """The answer to a post."""
+    return {
+        "jobs": [
+            {"id": str(job.job_id), "accepted": job.accepted, "ttl": job.ttl} for job in answers if job.stop is None
+        ],
+        "stop": [{"id": str(job.job_id), "reason": job.stop} for job in answers if job.stop is not None],
+    }
