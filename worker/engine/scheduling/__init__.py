@@ -1,0 +1,1 @@
+"""Who runs in the next step and in which blocks: plain Python, no tensors, tested without a model."""
