@@ -13,55 +13,51 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from worker.engine.detokenizer import Detokenizer
-from worker.engine.interface import (
-    Delta,
-    Engine,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    GenerationRequest,
-    RequestRefusedError,
-)
-from worker.engine.stop_checker import StopChecker
-from worker.engine.token_sampler import TokenSampler
+from worker.engine.intake import Intake, Prepared
+from worker.engine.interface import Delta, Engine, Event, Failed, Finished, GenerationRequest
+from worker.engine.sampling.batch_sampler import BatchSampler, Choice, SampleRow
+from worker.engine.sampling.settings import SampleSettings
+from worker.engine.text_stream import Piece, TextStream
 from worker.models.loaded import LoadedModel
+
+
+class NoChoiceError(Exception):
+    """The sampler found no token to choose; the message says why."""
 
 
 class _Chosen(LogitsProcessor):
     """Lets our sampler choose: every other token is ruled out, and greedy `generate` takes the one that is left."""
 
-    def __init__(self, sampler: TokenSampler) -> None:
+    def __init__(self, sampler: BatchSampler, row: SampleRow) -> None:
         self._sampler = sampler
+        self._row = row
+        self.choice: Choice | None = None
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token = self._sampler.choose(input_ids[0], scores[0])
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002  the row holds the ids
+        self.choice = self._sampler.choose(scores, [self._row])[0]
+        if self.choice.token_id is None:
+            raise NoChoiceError(self.choice.error)
         only = torch.full_like(scores, float("-inf"))
-        only[0, token] = 0.0
+        only[0, self.choice.token_id] = 0.0
         return only
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One running request; `cache` holds keys and values of all tokens but the newest."""
+    """One running sample; `cache` holds keys and values of all tokens but the newest."""
 
     request: GenerationRequest
+    sample: int
     token_ids: list[int]
     prompt_tokens: int
-    max_new_tokens: int
-    sampler: TokenSampler
-    detokenizer: Detokenizer
-    stop: StopChecker
+    settings: SampleSettings
+    stream: TextStream
+    ended: Piece | None
     cache: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def completion_tokens(self) -> int:
-        return len(self.token_ids) - self.prompt_tokens
 
 
 class ReferenceEngine(Engine):
-    """Runs up to `max_batch` requests in turns; see the module."""
+    """Runs up to `max_batch` samples in turns; see the module."""
 
     def __init__(self, loaded: LoadedModel, *, max_batch: int = 1) -> None:
         self.max_batch = max_batch
@@ -69,129 +65,91 @@ class ReferenceEngine(Engine):
         self._model = loaded.model
         self._tokenizer = loaded.tokenizer
         self._eos = loaded.eos_token_ids
-        self._vocabulary = min(len(loaded.tokenizer), int(loaded.model.config.get_text_config().vocab_size))
+        self._intake = Intake(loaded, loaded.context_length)
+        self._sampler = BatchSampler(self._intake.vocabulary, self._eos)
         # A model may bring sampling defaults of its own; what a request gets must come from the request alone.
         self._model.generation_config = GenerationConfig(pad_token_id=0)  # type: ignore[no-untyped-call]
         self._one_token = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=1, do_sample=False, pad_token_id=0, return_dict_in_generate=True, use_cache=True
         )
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, list[_Sequence]] = {}
 
     @property
     def running(self) -> int:
-        """Requests held now."""
-        return len(self._sequences)
+        """Samples held now."""
+        return sum(map(len, self._sequences.values()))
 
     def add(self, request: GenerationRequest) -> None:
-        """See `Engine.add`."""
+        """See `Engine.add`; it has no queue."""
         if request.id in self._sequences:
             raise ValueError(f"request {request.id} is running already")
-        if self.capacity < 1:
-            raise ValueError(f"{self.max_batch} requests are running already")
-        if request.max_new_tokens < 1:
-            raise RequestRefusedError("invalid_request", "max_new_tokens is less than 1")
-        prompt, max_new_tokens = self._fit(request, self._encode(request.prompt))
-        self._sequences[request.id] = _Sequence(
-            request=request,
-            token_ids=prompt,
-            prompt_tokens=len(prompt),
-            max_new_tokens=max_new_tokens,
-            sampler=TokenSampler(request.sampling, request.seed, eos_token_ids=self._eos, vocabulary=self._vocabulary),
-            detokenizer=Detokenizer(self._tokenizer, prompt),
-            stop=StopChecker(request.stop),
-        )
+        prepared = self._intake.read(request)
+        if self.capacity < request.n:
+            raise ValueError(f"there is room for {self.capacity} of {self.max_batch} samples")
+        self._sequences[request.id] = [self._begin(request, prepared, sample) for sample in range(request.n)]
 
     def step(self) -> list[Event]:
-        """One token for every running request."""
+        """One token for every running sample."""
         events: list[Event] = []
-        for sequence in list(self._sequences.values()):
+        for request_id, samples in list(self._sequences.items()):
             try:
-                events += self._advance(sequence)
+                told = [event for sequence in list(samples) for event in self._advance(sequence)]
             except Exception as error:  # noqa: BLE001  whatever a request does to the model, it fails alone
-                del self._sequences[sequence.request.id]
-                events.append(Failed(sequence.request.id, f"{type(error).__name__}: {error}"))
+                del self._sequences[request_id]
+                told = [Failed(request_id, f"{type(error).__name__}: {error}")]
+            events += told
         return events
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""
         self._sequences.pop(request_id, None)
 
-    def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
-        if isinstance(prompt, str):
-            try:
-                ids = [int(i) for i in self._tokenizer(prompt).input_ids]
-            except (TypeError, ValueError, UnicodeError) as error:
-                raise RequestRefusedError("invalid_request", "the prompt is not valid Unicode text") from error
-        else:
-            ids = list(prompt)
-        if any(not 0 <= i < self._vocabulary for i in ids):
-            raise RequestRefusedError("invalid_request", "the prompt holds a token id outside the vocabulary")
-        if ids:
-            return ids
-        first = (
-            self._tokenizer.bos_token_id if self._tokenizer.bos_token_id is not None else next(iter(self._eos), None)
+    def _begin(self, request: GenerationRequest, prepared: Prepared, sample: int) -> _Sequence:
+        stream = TextStream.of(request, prepared, self._tokenizer, self._eos)
+        settings = self._sampler.prepare(
+            request.sampling,
+            seed=request.seed,
+            sample=sample,
+            stop_token_ids=request.stop_token_ids,
+            logprobs=request.logprobs,
         )
-        if first is None:
-            raise RequestRefusedError("invalid_request", "the prompt is empty and the model has no token to begin with")
-        return [int(first)]
-
-    def _fit(self, request: GenerationRequest, prompt: list[int]) -> tuple[list[int], int]:
-        """Prompt and answer length that fit the context together; see `GenerationRequest.max_context`."""
-        wanted = request.max_new_tokens
-        if request.max_context is None:
-            if len(prompt) + wanted > self.context_length:
-                raise RequestRefusedError(
-                    "context_length_exceeded",
-                    f"{len(prompt)} prompt tokens and {wanted} new ones exceed the context of {self.context_length}",
-                )
-            return prompt, wanted
-        room = max(2, min(request.max_context, self.context_length))
-        wanted = min(wanted, room - 1)
-        keep = room - wanted
-        if len(prompt) <= keep:
-            return prompt, wanted
-        if prompt[0] == self._tokenizer.bos_token_id and keep > 1:
-            return [prompt[0], *prompt[len(prompt) - keep + 1 :]], wanted
-        return prompt[-keep:], wanted
+        token_ids = [*prepared.prompt, *request.prefix]
+        ended = stream.resume(request.prefix)
+        return _Sequence(request, sample, token_ids, len(prepared.prompt), settings, stream, ended)
 
     def _advance(self, sequence: _Sequence) -> list[Event]:
-        token = self._next_token(sequence)
-        request_id = sequence.request.id
-        if token in self._eos:
-            text = sequence.stop.push(sequence.detokenizer.flush()) + sequence.stop.flush()
-            return [Delta(request_id, (), text), self._finish(sequence, FinishReason.STOP)]
-        sequence.token_ids.append(token)
-        text = sequence.stop.push(sequence.detokenizer.push(token))
-        if sequence.stop.matched is not None:
-            return [Delta(request_id, (token,), text), self._finish(sequence, FinishReason.STOP)]
-        if sequence.completion_tokens < sequence.max_new_tokens:
-            return [Delta(request_id, (token,), text)]
-        text += sequence.stop.push(sequence.detokenizer.flush())
-        reason = FinishReason.STOP if sequence.stop.matched is not None else FinishReason.LENGTH
-        text += sequence.stop.flush()
-        return [Delta(request_id, (token,), text), self._finish(sequence, reason)]
+        if sequence.ended is not None:
+            return [self._finish(sequence, sequence.ended)]
+        choice = self._choose(sequence)
+        assert choice.token_id is not None
+        sequence.token_ids.append(choice.token_id)
+        piece = sequence.stream.push(choice.token_id)
+        logprobs = (choice.logprob,) if choice.logprob is not None and piece.token_ids else ()
+        delta = Delta(sequence.request.id, piece.token_ids, piece.text, sequence.sample, logprobs)
+        return [delta] if piece.reason is None else [delta, self._finish(sequence, piece)]
 
-    def _next_token(self, sequence: _Sequence) -> int:
+    def _choose(self, sequence: _Sequence) -> Choice:
         ids = torch.tensor([sequence.token_ids], device=self._model.device)
+        chosen = _Chosen(self._sampler, SampleRow(sequence.settings, sequence.token_ids, sequence.prompt_tokens))
         with torch.inference_mode():
             answer: Any = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=self._one_token,
-                logits_processor=LogitsProcessorList([_Chosen(sequence.sampler)]),
+                logits_processor=LogitsProcessorList([chosen]),
                 **sequence.cache,
             )
         # The argument's name changed within transformers 5.
         name = "cache" if hasattr(answer, "cache") else "past_key_values"
         sequence.cache = {name: getattr(answer, name)}
-        return int(answer.sequences[0, -1])
+        assert chosen.choice is not None
+        return chosen.choice
 
-    def _finish(self, sequence: _Sequence, reason: FinishReason) -> Finished:
-        del self._sequences[sequence.request.id]
-        return Finished(
-            sequence.request.id,
-            reason,
-            prompt_tokens=sequence.prompt_tokens,
-            completion_tokens=sequence.completion_tokens,
-            stop_string=sequence.stop.matched,
+    def _finish(self, sequence: _Sequence, piece: Piece) -> Finished:
+        samples = self._sequences[sequence.request.id]
+        samples.remove(sequence)
+        if not samples:
+            del self._sequences[sequence.request.id]
+        return piece.finished(
+            sequence.request.id, sequence.sample, sequence.prompt_tokens, sequence.stream.tokens, cached_tokens=0
         )
