@@ -7,10 +7,10 @@ PYTHON_ENV := .venv/bin/python
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format bench mutants clean setup setup-test
+.PHONY: help run test lint format bench bench-engine mutants clean setup setup-test
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:
 	@PYTHON="$(PYTHON)" $(SETUP) all
@@ -37,6 +37,9 @@ format: setup-test ## put every file in shape
 
 bench: setup-test ## the numbers, as ratios measured in one run
 	@$(PYTHON_ENV) -m benchmarks $(ARGS)
+
+bench-engine: setup-test ## the batcher beside transformers on this machine (15 minutes)
+	@$(PYTHON_ENV) -m benchmarks.engine $(ARGS)
 
 mutants: setup-test ## take each guard out in turn and see that a test notices
 	@$(PYTHON_ENV) -m tests.mutants $(ARGS)
