@@ -1,4 +1,5 @@
-"""The HTTP client: a look at the key, one pop, one submit; each call is made once, and a failure says whether trying again makes sense.
+"""The HTTP client: a look at the key, pop, progress, submit; each call is made once, and a failure says whether trying again
+makes sense.
 
 An instance belongs to one thread.
 """
@@ -14,6 +15,8 @@ import requests
 
 _CONNECT_SECONDS = 10.0
 _ANSWER_SECONDS = 30.0
+# A post of progress is one of many, and claims end while it hangs.
+_PROGRESS_SECONDS = 10.0
 _UNAVAILABLE = frozenset({408, 425, 429})
 # Reasons to be turned away that pass by themselves or when somebody acts; every other 403 is final.
 _PASSING = frozenset({"WorkerMaintenance", "WorkerFlaggedMaintenance", "TimeoutIP", "TooManyNewIPs"})
@@ -33,6 +36,10 @@ class PausedError(Exception):
 
 class TurnedAwayError(Exception):
     """The broker will not work with this worker as it is set up; the message is for its owner."""
+
+
+class NoProgressRouteError(Exception):
+    """This broker does not take progress, as AI Horde's own does not."""
 
 
 class JobGoneError(Exception):
@@ -63,6 +70,7 @@ class BrokerClient:
     def __init__(self, url: str, api_key: str, agent: str) -> None:
         self.url = normalise_url(url)
         self._answered = False
+        self._progress_taken = False
         self._session = requests.Session()
         self._session.headers.update({"apikey": api_key, "Client-Agent": agent})
 
@@ -105,6 +113,23 @@ class BrokerClient:
                 f"{self.url} answers, but has no {answer.url.removeprefix(self.url)}: is it a broker?"
             )
         raise TurnedAwayError(f"{message} ({rc or answer.status_code})")
+
+    def post_progress(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Tell how far the jobs held are; the answer says which of them to stop.
+
+        Raises:
+            BrokerUnavailableError: not taken; the next post may be.
+            NoProgressRouteError: do not try again.
+        """
+        answer = self._call("POST", "generate/progress", _PROGRESS_SECONDS, body)
+        if answer.status_code == 200:
+            content = _json_object(answer)
+            self._progress_taken = True
+            return content
+        message, rc = _error(answer)
+        if answer.status_code in {404, 405} and not rc and not self._progress_taken:
+            raise NoProgressRouteError(f"{self.url} takes no progress")
+        raise BrokerUnavailableError(f"{message} ({rc or answer.status_code})")
 
     def submit(self, body: dict[str, Any], idempotency_key: str) -> float:
         """Deliver a result, a fault or a release; the reward, in kudos.

@@ -6,6 +6,7 @@ and what is checked once the values stand together.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,33 +14,72 @@ from typing import Any
 import yaml
 
 # YAML reads 0000000000 as the number 0: a key or name must not come out as another one.
-_TEXTS = frozenset({"api_key", "name", "model", "announce_as", "broker", "device", "dtype", "log_level"})
+_TEXTS = frozenset(
+    {
+        "api_key", "name", "model", "announce_as", "broker", "device", "dtype", "quantize", "engine", "kv_cache_memory",
+        "log_level",
+    }
+)  # fmt: skip
 ENVIRONMENT_PREFIX = "HORDE_WORKER_"
+# The reference engine gives its requests a turn each, so more of them only makes all of them slow.
+_USUAL_BATCH = {"paged": 32, "reference": 1}
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
 
 class ConfigError(Exception):
     """A setting makes no sense; the message names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
+def parse_size(text: str) -> int:
+    """Bytes in a size such as `2GiB`, `512MB` or `1.5 GB`: decimal units, and binary ones with an `i`.
+
+    Raises:
+        ConfigError: not a size above 0, or its unit is missing.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", text.strip().lower())
+    factor = _UNITS.get(match[2]) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not a size such as 2GiB or 512MB")
+    size = int(float(match[1]) * factor)
+    if size < 1:
+        raise ConfigError(f"{text!r} is no memory at all")
+    return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Which model runs, and how; `kv_cache_memory` in bytes. None: the engine's own choice."""
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str | None = None
+    engine: str = "paged"
+    max_batch: int | None = None
+    kv_cache_memory: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """Texts generated side by side."""
+        return self.max_batch or _USUAL_BATCH[self.engine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(EngineConfig):
     """What `horde-worker run` was told. Lengths are tokens; None: chosen by the model."""
 
     broker: str
     api_key: str = field(repr=False)
     name: str
-    model: str
     announce_as: str | None
-    device: str
-    dtype: str
-    max_batch: int
     max_length: int | None
     max_context_length: int | None
     poll_wait: int
     log_level: str
 
     def lengths(self, context_length: int) -> tuple[int, int]:
-        """Longest answer and longest context to announce, for a model that reads `context_length` tokens.
+        """Longest answer and longest context to announce, for an engine that holds `context_length` tokens of a text.
 
         Raises:
             ConfigError: what was asked for does not fit the model.
@@ -47,7 +87,8 @@ class WorkerConfig:
         context = self.max_context_length or min(2048, context_length)
         if context > context_length:
             raise ConfigError(
-                f"--max-context-length {context} is more than the {context_length} tokens this model reads"
+                f"--max-context-length {context} is more than the {context_length} tokens that this model reads and "
+                "its cache holds"
             )
         length = self.max_length or min(512, context // 2)
         if length >= context:

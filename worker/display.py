@@ -32,8 +32,17 @@ def panel(name: str, model: str, now: Snapshot) -> Panel:
         Text(f"{now.tokens} tokens"),
         Text(f"{now.done} done"),
         Text(f"{now.failed} failed"),
+        Text(f"{now.stopped} stopped"),
         Text(f"{now.kudos:.2f} kudos"),
     )
+    cache = now.engine
+    if cache.blocks_total:
+        rate = now.cache_hit_rate
+        figures.add_row(
+            Text(f"{cache.blocks_free} of {cache.blocks_total} blocks free"),
+            Text(f"{cache.blocks_cached} cached"),
+            Text("no prompts yet" if rate is None else f"{rate:.0%} of prompts cached"),
+        )
     content = Table.grid()
     content.add_row(Text.assemble((now.state, _COLOURS.get(now.state, "cyan")), "  ", now.note))
     content.add_row(figures)

@@ -40,6 +40,7 @@ class UnreadableJob:
 def read_pop(answer: dict[str, Any]) -> list[Job | UnreadableJob]:
     """The jobs in a pop's answer; none when there is nothing to do."""
     several = answer.get("jobs")
+    # AI Horde's own answers have no `jobs`, only one payload for one id or, in a batch, for several.
     if isinstance(several, list) and several:
         return [_read_job(str(job["id"]), job) for job in several if isinstance(job, dict) and job.get("id")]
     if not answer.get("id"):
@@ -57,10 +58,17 @@ def _read_job(job_id: str, answer: dict[str, Any]) -> Job | UnreadableJob:
     if isinstance(seed, bool) or not isinstance(seed, int):
         seed = secrets.randbits(31)
     try:
-        request = read_request(job_id, payload, seed)
+        request = read_request(job_id, payload, seed, cache_salt=_cache_salt(answer))
         return Job(job_id, str(answer.get("model")), request, read_format(payload))
     except BadPayloadError as error:
         return UnreadableJob(job_id, str(error))
+
+
+def _cache_salt(answer: dict[str, Any]) -> str:
+    """The tenant's salt. From a broker that names none, only the jobs of one request may share what is computed: nobody
+    can tell from the time a prompt takes what others have asked."""
+    salt = answer.get("cache_salt")
+    return f"tenant {salt}" if isinstance(salt, str) and salt else f"job {answer.get('id')}"
 
 
 @dataclass(frozen=True, slots=True)

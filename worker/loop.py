@@ -1,8 +1,9 @@
 """The worker's main loop: jobs in, tokens out, results away; the only thread that touches the engine.
 
-Two threads serve it: the popper, which fetches ahead, and the submitter, which delivers. They talk to it through its
-inbox, and it waits for nothing else. One `stop()` drains: what runs is finished, what has not begun is released, and
-nothing new is taken. A second one aborts what runs and releases that too.
+Three threads serve it: the popper, which fetches ahead, the submitter, which delivers, and the progress poster, which
+tells the broker what is held. They talk to it through its inbox, and it waits for nothing else. One `stop()` drains:
+what runs is finished, what has not begun is released, and nothing new is taken. A second one aborts what runs and
+releases that too.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from worker.backoff import Pace
 from worker.broker import BrokerClient
 from worker.engine.interface import Delta, Engine, Event, Failed, Finished, RequestRefusedError
 from worker.jobs import Job, UnreadableJob, faulted, released, stored
-from worker.messages import Inbox, Message, Popped, PoppingEnded, StopWanted, SubmittingEnded
+from worker.messages import Inbox, JobsStopped, Message, Popped, PoppingEnded, StopWanted, SubmittingEnded
 from worker.popper import Popper
+from worker.progress_poster import ProgressPoster
 from worker.status import Status
 from worker.submitter import Submitter
 
 log = logging.getLogger(__name__)
 
-# Jobs fetched beyond those that fit into the engine.
-_AHEAD = 1
+# Of the jobs that fit into the engine, one in so many is fetched beyond them: the batch stays full while a pop is on its
+# way, and few wait here that another worker could begin at once.
+_AHEAD_SHARE = 8
 # Steps that fail as a whole, one after another, before the engine counts as broken.
 _BROKEN_AFTER = 3
 
@@ -67,13 +70,17 @@ class Worker:
         self._status = status
         self._pace = pace
         self._inbox: Inbox = queue.SimpleQueue()
-        self._submitter = Submitter(clients(), inbox=self._inbox, status=status, pace=pace)
+        self._progress = ProgressPoster(clients(), str(pop_body.get("name")), inbox=self._inbox, pace=pace)
+        self._submitter = Submitter(
+            clients(), inbox=self._inbox, status=status, on_over=self._progress.let_go, pace=pace
+        )
         self._popper = Popper(
             clients(),
             pop_body,
-            seats=engine.max_batch + _AHEAD,
+            seats=engine.max_batch + max(1, engine.max_batch // _AHEAD_SHARE),
             inbox=self._inbox,
             status=status,
+            progress=self._progress,
             on_first_answer=on_ready,
             pace=pace,
         )
@@ -92,6 +99,7 @@ class Worker:
     def run(self) -> str | None:
         """Work until stopped; why it ended, when that was not asked for."""
         self._submitter.start()
+        self._progress.start()
         self._popper.start()
         while self._popping or self._running or self._waiting:
             self._read_inbox(wait=not self._running and not self._waiting)
@@ -100,9 +108,10 @@ class Worker:
             self._fill_engine()
             if self._running:
                 self._step()
-            self._status.set_load(len(self._running), len(self._waiting))
+            self._show()
         self._hand_back_everything()
         self._flush()
+        self._progress.close()
         return self._fatal
 
     def _read_inbox(self, *, wait: bool) -> None:
@@ -124,6 +133,9 @@ class Worker:
                 self._popping = False
                 if fatal is not None:
                     self._give_up(fatal)
+            case JobsStopped(reasons):
+                for job_id, reason in reasons.items():
+                    self._drop(job_id, reason)
             case SubmittingEnded():
                 self._submitting = False
             case StopWanted():
@@ -141,6 +153,19 @@ class Worker:
             self._submitter.put(released(job.id, job.seed))
         else:
             self._waiting.append(job)
+
+    def _drop(self, job_id: str, reason: str) -> None:
+        """The broker has settled this one itself. It is not ours any more, so nothing is submitted; one that has just
+        ended here is left to its submission, which the broker answers as it likes."""
+        if self._running.pop(job_id, None) is not None:
+            self._engine.abort(job_id)
+        elif (waiting := next((job for job in self._waiting if job.id == job_id), None)) is not None:
+            self._waiting.remove(waiting)
+        else:
+            return
+        log.info("job %s stopped by the broker: %s", job_id, reason)
+        self._status.add_stopped()
+        self._popper.free_seat()
 
     def _drain(self) -> None:
         log.info(
@@ -172,7 +197,8 @@ class Worker:
         while self._waiting and self._engine.capacity > 0:
             job = self._waiting.popleft()
             try:
-                self._engine.add(job.request)
+                with self._progress.watched_step():
+                    self._engine.add(job.request)
             except RequestRefusedError as error:
                 log.warning("job %s refused: %s", job.id, error)
                 self._submit_fault(job.id, job.seed)
@@ -181,10 +207,12 @@ class Worker:
                 self._submit_fault(job.id, job.seed)
             else:
                 self._running[job.id] = _Running(job)
+                self._progress.set_stage(job.id, "started")
 
     def _step(self) -> None:
         try:
-            events = self._engine.step()
+            with self._progress.watched_step():
+                events = self._engine.step()
         except Exception:
             log.exception("a step of the engine failed as a whole")
             self._after_failed_step()
@@ -209,6 +237,8 @@ class Worker:
             return
         match event:
             case Delta(_, token_ids, text):
+                if not running.token_ids:
+                    self._progress.set_stage(event.request_id, "decode")
                 running.text.append(text)
                 running.token_ids += token_ids
                 self._status.add_tokens(len(token_ids))
@@ -228,13 +258,22 @@ class Worker:
         self._submitter.put(faulted(job_id, seed))
         self._popper.free_seat()
 
+    def _show(self) -> None:
+        figures = self._engine.statistics()
+        self._status.set_engine(figures, queued=len(self._waiting))
+        if figures.waiting == 0:
+            # The engine has begun with all it holds, so those without a token are at their prompt.
+            for job_id, running in self._running.items():
+                if not running.token_ids:
+                    self._progress.set_stage(job_id, "prefill")
+
     def _hand_back_everything(self) -> None:
         for job_id, running in self._running.items():
             self._engine.abort(job_id)
             self._submitter.put(released(job_id, running.job.seed))
         self._running.clear()
         self._release_waiting()
-        self._status.set_load(0, 0)
+        self._show()
 
     def _flush(self) -> None:
         """Wait for the last deliveries; a further stop shortens that."""

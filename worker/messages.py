@@ -24,6 +24,13 @@ class PoppingEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class JobsStopped:
+    """The broker wants no more of these: job id -> its reason."""
+
+    reasons: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class SubmittingEnded:
     """All results are delivered or given up."""
 
@@ -33,5 +40,5 @@ class StopWanted:
     """A signal: the first one drains, the second hands back."""
 
 
-Message = Popped | PoppingEnded | SubmittingEnded | StopWanted
+Message = Popped | PoppingEnded | JobsStopped | SubmittingEnded | StopWanted
 Inbox = SimpleQueue[Message]

@@ -1,4 +1,4 @@
-"""Fetches jobs in a thread of its own, so that the next one is here when the current one ends."""
+"""Fetches jobs in a thread of its own, so that the next ones are here when the current ones end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from worker.backoff import Pace
 from worker.broker import BrokerClient, BrokerUnavailableError, PausedError, TurnedAwayError
 from worker.jobs import Job, UnreadableJob, read_pop
 from worker.messages import Inbox, Popped, PoppingEnded
+from worker.progress_poster import ProgressPoster
 from worker.status import Status
 
 log = logging.getLogger(__name__)
 
+# As many as a broker hands out in one answer.
+_MOST_SLOTS = 50
+
 
 class Popper(threading.Thread):
-    """Pops whenever there is a seat for a job.
+    """Pops whenever there is a seat for a job, for as many as there are seats.
 
     Args:
         client: this thread's own.
-        body: of the pop; its `wait` bounds how long stopping takes.
+        body: of the pop, without `slots` and `progress`; its `wait` bounds how long stopping takes.
         seats: jobs that may be here at a time; the loop frees one with `free_seat`.
         inbox: gets `Popped`, and at the end `PoppingEnded`.
+        progress: told of every job, so that it is named in time however busy the loop is.
         on_first_answer: called once, when the broker has answered a pop.
     """
 
@@ -37,42 +42,48 @@ class Popper(threading.Thread):
         seats: int,
         inbox: Inbox,
         status: Status,
+        progress: ProgressPoster,
         on_first_answer: Callable[[], None],
         pace: Pace,
     ) -> None:
         super().__init__(name="popper", daemon=True)
         self._client = client
         self._body = body
-        self._seats = threading.Semaphore(seats)
         self._inbox = inbox
         self._status = status
+        self._progress = progress
         self._on_first_answer: Callable[[], None] | None = on_first_answer
         self._pace = pace
         self._backoff = pace.backoff()
         self._stopping = threading.Event()
+        self._seats_changed = threading.Condition()
+        # Below 0 when more jobs came than were asked for: they are kept, and the next pop waits until they have left.
+        self._free_seats = seats
         self._messages_seen: set[str] = set()
-        self._overdrawn = 0
 
     def free_seat(self) -> None:
         """A job has left."""
-        self._seats.release()
+        with self._seats_changed:
+            self._free_seats += 1
+            self._seats_changed.notify()
 
     def stop(self) -> None:
         """Take nothing new; a poll under way is let end, since it may have claimed a job already."""
-        self._stopping.set()
-        self._seats.release()
+        with self._seats_changed:
+            self._stopping.set()
+            self._seats_changed.notify()
 
     def run(self) -> None:
         """The thread."""
         fatal: str | None = None
         try:
-            while self._next_seat():
-                jobs = self._pop_some()
+            while slots := self._next_slots():
+                jobs = self._pop_some(slots)
                 if jobs:
-                    self._overdrawn += len(jobs) - 1
-                    self._inbox.put(Popped(tuple(jobs)))
-                else:
-                    self._seats.release()
+                    with self._seats_changed:
+                        self._free_seats -= len(jobs)
+                    with self._progress.holding(job.id for job in jobs):
+                        self._inbox.put(Popped(tuple(jobs)))
         except TurnedAwayError as error:
             fatal = str(error)
         except Exception as error:
@@ -82,24 +93,21 @@ class Popper(threading.Thread):
             self._client.close()
             self._inbox.put(PoppingEnded(fatal))
 
-    def _next_seat(self) -> bool:
-        while True:
-            self._seats.acquire()
-            if self._stopping.is_set():
-                return False
-            if self._overdrawn == 0:
-                return True
-            # More jobs came than were asked for: they are kept, and the next pop waits until they have left.
-            self._overdrawn -= 1
+    def _next_slots(self) -> int:
+        """How many jobs to ask for, waiting until there is a seat; 0 when nothing new is to be taken."""
+        with self._seats_changed:
+            self._seats_changed.wait_for(lambda: self._free_seats > 0 or self._stopping.is_set())
+            return 0 if self._stopping.is_set() else min(self._free_seats, _MOST_SLOTS)
 
-    def _pop_some(self) -> list[Job | UnreadableJob]:
+    def _pop_some(self, slots: int) -> list[Job | UnreadableJob]:
         """One pop, sent again with its key until it is answered: an answer that got lost may have held jobs."""
         key = str(uuid.uuid4())
+        body = {**self._body, "slots": slots, **({"progress": True} if self._progress.wanted else {})}
         last_try = False
         while True:
             begun = time.monotonic()
             try:
-                answer = self._client.pop(self._body, key)
+                answer = self._client.pop(body, key)
             except BrokerUnavailableError as error:
                 if last_try:
                     return []

@@ -7,12 +7,18 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from worker.engine.interface import EngineStatistics
+
 _RATE_WINDOW_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The figures of one moment; `tokens_per_second` over the last 10 s, `kudos` earned since the start."""
+    """The figures of one moment; `tokens_per_second` over the last 10 s, `kudos` earned since the start.
+
+    `waiting` counts jobs here and in the engine that have not begun, `stopped` those the broker took back. `engine` has
+    the cache's figures; `cache_hit_rate` is the share of prompt tokens found there, None before the first prompt.
+    """
 
     state: str
     note: str
@@ -21,9 +27,16 @@ class Snapshot:
     submitting: int
     done: int
     failed: int
+    stopped: int
     tokens_per_second: float
     tokens: int
     kudos: float
+    engine: EngineStatistics
+
+    @property
+    def cache_hit_rate(self) -> float | None:
+        """0 to 1."""
+        return self.engine.prefix_hits / self.engine.prefix_queries if self.engine.prefix_queries else None
 
 
 class Status:
@@ -32,8 +45,9 @@ class Status:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state, self._note = "connecting", ""
-        self._running = self._waiting = self._submitting = 0
-        self._done = self._failed = self._tokens = 0
+        self._queued = self._submitting = 0
+        self._done = self._failed = self._stopped = self._tokens = 0
+        self._engine = EngineStatistics()
         self._kudos = 0.0
         self._recent: deque[tuple[float, int]] = deque()
 
@@ -42,10 +56,10 @@ class Status:
         with self._lock:
             self._state, self._note = state, note
 
-    def set_load(self, running: int, waiting: int) -> None:
-        """Jobs in the engine, and jobs here that are not in it yet."""
+    def set_engine(self, figures: EngineStatistics, *, queued: int) -> None:
+        """How the engine is doing, and how many jobs are here that are not in it yet."""
         with self._lock:
-            self._running, self._waiting = running, waiting
+            self._engine, self._queued = figures, queued
 
     def set_submitting(self, count: int) -> None:
         """Results on their way to the broker."""
@@ -70,6 +84,11 @@ class Status:
         with self._lock:
             self._failed += 1
 
+    def add_stopped(self) -> None:
+        """A job that the broker took back."""
+        with self._lock:
+            self._stopped += 1
+
     def snapshot(self) -> Snapshot:
         """All figures at once."""
         with self._lock:
@@ -78,14 +97,16 @@ class Status:
             return Snapshot(
                 self._state,
                 self._note,
-                self._running,
-                self._waiting,
+                self._engine.running,
+                self._engine.waiting + self._queued,
                 self._submitting,
                 self._done,
                 self._failed,
+                self._stopped,
                 rate,
                 self._tokens,
                 self._kudos,
+                self._engine,
             )
 
     def _forget(self) -> None:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from worker.backoff import Backoff, Pace
@@ -33,12 +34,21 @@ class _Parcel:
 
 
 class Submitter(threading.Thread):
-    """Sends what it is given, oldest due first; a delivery that fails waits its turn without holding up the others."""
+    """Sends what it is given, oldest due first; a delivery that fails waits its turn without holding up the others.
 
-    def __init__(self, client: BrokerClient, *, inbox: Inbox, status: Status, pace: Pace) -> None:
+    Args:
+        client: this thread's own.
+        inbox: gets `SubmittingEnded`.
+        on_over: called with a job's id once nothing more will be sent for it.
+    """
+
+    def __init__(
+        self, client: BrokerClient, *, inbox: Inbox, status: Status, on_over: Callable[[str], None], pace: Pace
+    ) -> None:
         super().__init__(name="submitter", daemon=True)
         self._client = client
         self._inbox = inbox
+        self._on_over = on_over
         self._status = status
         self._pace = pace
         self._changed = threading.Condition()
@@ -83,6 +93,8 @@ class Submitter(threading.Thread):
                     self._deliver(parcel)
                 except BrokerUnavailableError as error:
                     self._try_later(parcel, error)
+                else:
+                    self._on_over(parcel.submission.job_id)
                 finally:
                     with self._changed:
                         self._sending = None
@@ -124,6 +136,7 @@ class Submitter(threading.Thread):
         if time.monotonic() - parcel.put_at > _GIVE_UP_SECONDS:
             log.error("job %s given up after an hour: %s", job_id, error)
             self._status.add_failed()
+            self._on_over(job_id)
             return
         delay = parcel.backoff.next(error.retry_after)
         log.warning("job %s not delivered yet (%s); trying again in %.1f s", job_id, error, delay)

@@ -28,8 +28,8 @@ class BadPayloadError(Exception):
     """A job's payload cannot be read; the message names the field."""
 
 
-def read_request(job_id: str, payload: dict[str, Any], seed: int) -> GenerationRequest:
-    """The engine's request for a pop's `payload`.
+def read_request(job_id: str, payload: dict[str, Any], seed: int, *, cache_salt: str = "") -> GenerationRequest:
+    """The engine's request for a pop's `payload`; `cache_salt` keeps what tenants compute apart.
 
     Raises:
         BadPayloadError: a field has a wrong type or a senseless value.
@@ -47,6 +47,7 @@ def read_request(job_id: str, payload: dict[str, Any], seed: int) -> GenerationR
         seed=seed,
         stop=_stop_strings(payload),
         max_context=_integer(payload, "max_context_length", DEFAULT_MAX_CONTEXT_LENGTH),
+        cache_salt=cache_salt,
         sampling=_sampling(payload),
     )
 

@@ -1,7 +1,8 @@
-"""A broker's three routes over real HTTP, with faults on demand: what a worker meets when things go wrong.
+"""A broker's routes over real HTTP, with faults on demand: what a worker meets when things go wrong.
 
-Jobs are claimed once and answered again for a repeated key, as a broker does. Nothing here sleeps: a test waits for
-what it wants to see with `wait_until`.
+Jobs are claimed once and answered again for a repeated key, as a broker does. With `native` off it is AI Horde's own: it
+hands out one job at a time and has no route for progress. Nothing here sleeps: a test waits for what it wants to see
+with `wait_until`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 PATIENCE = 20.0
 POP, SUBMIT, FIND_USER = "/api/v2/generate/text/pop", "/api/v2/generate/text/submit", "/api/v2/find_user"
+PROGRESS = "/api/v2/generate/progress"
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,17 @@ class PlayedBroker:
         self.calls: list[Call] = []
         self.settled: dict[str, dict[str, Any]] = {}
         self.forgotten: set[str] = set()
-        self.faults: dict[str, deque[Answer | str]] = {POP: deque(), SUBMIT: deque(), FIND_USER: deque()}
+        self.native = True
+        self.claimed: set[str] = set()
+        self.stops: dict[str, str] = {}
+        self.ttl = 60
+        routes = (POP, SUBMIT, PROGRESS, FIND_USER)
+        self.faults: dict[str, deque[Answer | str]] = {route: deque() for route in routes}
         self._answers: dict[str, dict[str, Any]] = {}
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
         self._port = 0
-        self._stopping = False
+        self._stopping = self._closing = False
         self._open: set[socket.socket] = set()
         self.start()
 
@@ -92,11 +99,31 @@ class PlayedBroker:
         self._thread.join()
         self._server = self._thread = None
 
-    def give(self, job_id: str, prompt: str = "hello", **payload: Any) -> None:
-        """Queue a job."""
+    def close_up(self) -> None:
+        """Keep nobody waiting, hand out nothing, and take what comes back."""
         with self.changed:
-            self.jobs.append({"id": job_id, "payload": {"prompt": prompt, "n": 1, **payload}})
+            self._closing = True
+            for faults in self.faults.values():
+                faults.clear()
             self.changed.notify_all()
+
+    def give(self, job_id: str, prompt: str = "hello", *, cache_salt: str | None = None, **payload: Any) -> None:
+        """Queue a job."""
+        self.give_at_once(job_id, prompt=prompt, cache_salt=cache_salt, **payload)
+
+    def give_at_once(self, *job_ids: str, prompt: str = "hello", cache_salt: str | None = None, **payload: Any) -> None:
+        """Queue several that one pop may take together."""
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        with self.changed:
+            for job_id in job_ids:
+                self.jobs.append({"id": job_id, **salt, "payload": {"prompt": prompt, "n": 1, **payload}})
+            self.changed.notify_all()
+
+    def stop_job(self, job_id: str, reason: str) -> None:
+        """Settle a job without its worker, which hears of it with its next post."""
+        with self.changed:
+            self.stops[job_id] = reason
+            self.forgotten.add(job_id)
 
     def fail(self, path: str, *faults: Answer | str) -> None:
         """The next calls of this route fail so."""
@@ -109,6 +136,10 @@ class PlayedBroker:
 
     def made(self, path: str) -> list[Call]:
         return [call for call in self.calls if call.path == path]
+
+    def stages(self) -> list[dict[str, str]]:
+        """Of each post: job -> the state it is said to be in."""
+        return [{job["id"]: job["state"] for job in call.body["jobs"]} for call in self.made(PROGRESS)]
 
     def states(self) -> dict[str, str]:
         """Job -> the state it was settled with."""
@@ -129,6 +160,8 @@ class PlayedBroker:
                 return None, fault
             if call.path == FIND_USER:
                 return Answer(200, {"username": "owner#1"}), fault
+            if call.path == PROGRESS:
+                return self._progress(call.body), fault
             if call.key not in self._answers:
                 answer = self._pop(call.body) if call.path == POP else self._submit(call.body)
                 if isinstance(answer, Answer):
@@ -137,14 +170,32 @@ class PlayedBroker:
             return Answer(200, self._answers[call.key]), fault
 
     def _pop(self, body: dict[str, Any]) -> dict[str, Any] | Answer:
-        self.changed.wait_for(lambda: bool(self.jobs) or self._stopping, float(body.get("wait", 0)))
+        wait = 0.0 if self._closing else float(body.get("wait", 0))
+        self.changed.wait_for(lambda: bool(self.jobs) or self._stopping or self._closing, wait)
         if self._stopping:
             return Answer(503, {"message": "shutting down"})
         empty = {"payload": {"max_length": 80}, "id": None, "ids": [], "model": None, "messages": [], "skipped": {}}
-        if not self.jobs:
+        if not self.jobs or self._closing:
             return empty
-        job = self.jobs.popleft()
-        return {**empty, "model": body["models"][0], "ids": [job["id"]], "ttl": 150, **job}
+        count = body.get("slots", 1) if self.native else 1
+        jobs = [
+            {"model": body["models"][0], "ttl": 150, **self.jobs.popleft()} for _ in range(min(count, len(self.jobs)))
+        ]
+        self.claimed |= {job["id"] for job in jobs}
+        several = {"jobs": jobs} if self.native else {}
+        return {**empty, "ids": [jobs[0]["id"]], **several, **jobs[0]}
+
+    def _progress(self, body: dict[str, Any]) -> Answer:
+        if not self.native:
+            return Answer(404, {"message": "The requested URL was not found on the server."})
+        kept, stop = [], []
+        for job in body["jobs"]:
+            job_id = job["id"]
+            if job_id in self.stops or job_id not in self.claimed or job_id in self.settled:
+                stop.append({"id": job_id, "reason": self.stops.get(job_id, "stale")})
+            else:
+                kept.append({"id": job_id, "accepted": 0, "ttl": self.ttl})
+        return Answer(200, {"jobs": kept, "stop": stop})
 
     def _submit(self, body: dict[str, Any]) -> dict[str, Any] | Answer:
         job_id = body["id"]
@@ -167,6 +218,8 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     broker: PlayedBroker
     protocol_version = "HTTP/1.1"
+    # Head and body are two writes, and the second would wait for the other side's word on the first.
+    disable_nagle_algorithm = True
 
     def setup(self) -> None:
         super().setup()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from worker.engine.interface import (
     Delta,
     Engine,
+    EngineStatistics,
     Event,
     Failed,
     Finished,
@@ -33,6 +34,8 @@ class ScriptedEngine(Engine):
         self._changed = threading.Condition()
         self._scripts: defaultdict[str, deque[list[Event]]] = defaultdict(deque)
         self._breaks: deque[str] = deque()
+        self._hangs: threading.Event | None = None
+        self.figures: EngineStatistics | None = None
 
     @property
     def running(self) -> int:
@@ -48,7 +51,13 @@ class ScriptedEngine(Engine):
             self.started.append(request.id)
             self._changed.notify_all()
 
+    def statistics(self) -> EngineStatistics:
+        return self.figures or super().statistics()
+
     def step(self) -> list[Event]:
+        if self._hangs is not None:
+            self._hangs.wait()
+            self._hangs = None
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: any(self._scripts[i] for i in self.requests) or self._breaks, _STEP_SECONDS)
@@ -84,6 +93,14 @@ class ScriptedEngine(Engine):
         half = len(text) // 2
         first, second = (Delta(job_id, tuple(map(ord, piece)), piece) for piece in (text[:half], text[half:]))
         self._script(job_id, [first], [second, Finished(job_id, FinishReason.LENGTH, 3, len(text))])
+
+    def begins(self, job_id: str) -> None:
+        """A step in which a job gets its first token."""
+        self._script(job_id, [Delta(job_id, (1,), "x")])
+
+    def hangs_until(self, event: threading.Event) -> None:
+        """The next step takes until then."""
+        self._hangs = event
 
     def fails(self, job_id: str) -> None:
         """A step in which a job fails by itself."""

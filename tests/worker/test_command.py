@@ -16,10 +16,11 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from tests.worker.played_broker import FIND_USER, PATIENCE, POP, Answer, PlayedBroker
-from tests.worker.tiny_model import make_tiny_model
-from worker.cli import _calm_openmp, main
-from worker.config import ConfigError, WorkerConfig, read_file
+from worker.cli import main
+from worker.config import ConfigError, WorkerConfig, parse_size, read_file
 from worker.display import panel
+from worker.engine.interface import EngineStatistics
+from worker.engine_options import prepare_process
 from worker.status import Status
 
 KEY = "canary-key-1234567890"
@@ -75,7 +76,9 @@ def test_a_missing_option_is_named_with_its_variable(told, option):
     [
         ("--broker", "localhost"), ("--max-batch", "0"), ("--max-batch", "many"), ("--max-length", "15"),
         ("--max-context-length", "79"), ("--device", "tpu"), ("--dtype", "int3"), ("--poll-wait", "26"),
-        ("--name", " "), ("--api-key", "with\nnewline"), ("--config", "/does/not/exist.yaml"), ("--log-level", "loud"),
+        ("--engine", "fast"), ("--quantize", "int2"), ("--kv-cache-memory", "2"), ("--kv-cache-memory", "0MB"),
+        ("--max-batch", "51"), ("--name", " "), ("--api-key", "with\nnewline"),
+        ("--config", "/does/not/exist.yaml"), ("--log-level", "loud"),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_named(told, option, value):
@@ -88,7 +91,7 @@ def test_a_bad_option_is_named(told, option, value):
 def test_a_model_that_is_not_there_is_named():
     result = invoke(*REQUIRED[:-1], "/no/such/directory")
     assert result.exit_code == 2
-    assert "Invalid value for --model: /no/such/directory is not a directory" in result.output
+    assert "Invalid value for --model: /no/such/directory is not there" in result.output
 
 
 @pytest.mark.parametrize(
@@ -123,11 +126,38 @@ def test_an_empty_file_is_fine(tmp_path):
     assert read_file(file) == {}
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2 << 30), ("512MB", 512_000_000), (" 1.5 gib ", 3 << 29), ("100b", 100), ("3KiB", 3072), ("1TB", 10**12)],
+)
+def test_a_size_is_read_with_its_unit(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "2", "GiB", "-1GiB", "2G", "1e3MB", "2 GiB extra", "0.1b", "inf GB", "½GB"])
+def test_a_size_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError):
+        parse_size(text)
+
+
+def test_the_cache_size_is_told_to_the_engine_in_bytes(told, tmp_path):
+    file = tmp_path / "worker.yaml"
+    file.write_text("kv-cache-memory: 2GiB\n")
+    assert invoke(*REQUIRED, "--config", str(file)).exit_code == 0
+    assert invoke(*REQUIRED, HORDE_WORKER_KV_CACHE_MEMORY="1MB").exit_code == 0
+    assert [config.kv_cache_memory for config in told] == [2 << 30, 10**6]
+
+
+def test_the_batch_is_large_unless_the_engine_takes_turns(told):
+    for arguments in ((), ("--engine", "reference"), ("--engine", "reference", "--max-batch", "3")):
+        assert invoke(*REQUIRED, *arguments).exit_code == 0
+    assert [(config.engine, config.batch) for config in told] == [("paged", 32), ("reference", 1), ("reference", 3)]
+
+
 def config(**changes) -> WorkerConfig:
     usual = {
-        "broker": "http://h", "api_key": KEY, "name": "w", "model": "m", "announce_as": None, "device": "auto",
-        "dtype": "auto", "max_batch": 1, "max_length": None, "max_context_length": None, "poll_wait": 5,
-        "log_level": "info",
+        "broker": "http://h", "api_key": KEY, "name": "w", "model": "m", "announce_as": None, "max_length": None,
+        "max_context_length": None, "poll_wait": 5, "log_level": "info",
     }  # fmt: skip
     return WorkerConfig(**{**usual, **changes})
 
@@ -152,37 +182,42 @@ def test_the_panel_shows_the_figures_and_takes_names_literally():
     status.add_tokens(30)
     status.add_done(2.5)
     status.add_failed()
-    status.set_load(2, 1)
+    status.add_stopped()
+    status.set_engine(EngineStatistics(running=2, waiting=3), queued=1)
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
     console.print(panel("[bold]w[/bold]", "m/x", status.snapshot()))
-    console.file.close()
     text = console.export_text()
-    for expected in ("[bold]w[/bold] · m/x", "paused", "[red]dropped[/red]", "3.0 tokens/s", "2 running", "1 waiting",
-                     "1 done", "1 failed", "2.50 kudos"):  # fmt: skip
+    for expected in ("[bold]w[/bold] · m/x", "paused", "[red]dropped[/red]", "3.0 tokens/s", "2 running", "4 waiting",
+                     "1 done", "1 failed", "1 stopped", "2.50 kudos"):  # fmt: skip
         assert expected in text
-
-
-@pytest.fixture(scope="module")
-def patient_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that can write for minutes."""
-    loaded = make_tiny_model(context_length=65536)
-    directory = tmp_path_factory.mktemp("patient") / "tiny-llama"
-    loaded.model.save_pretrained(directory)
-    loaded.tokenizer.save_pretrained(directory)
-    return directory
+    assert "blocks" not in text, "this engine has no cache"
+    status.set_engine(EngineStatistics(blocks_total=256, blocks_free=200, blocks_cached=50), queued=0)
+    console.print(panel("w", "m", status.snapshot()))
+    assert "no prompts yet" in console.export_text()
+    status.set_engine(
+        EngineStatistics(blocks_total=256, blocks_free=200, blocks_cached=50, prefix_queries=1000, prefix_hits=420),
+        queued=0,
+    )
+    console.print(panel("w", "m", status.snapshot()))
+    text = console.export_text()
+    for expected in ("200 of 256 blocks free", "50 cached", "42% of prompts cached"):
+        assert expected in text
+    console.file.close()
 
 
 class Process:
     """`horde-worker run` on the tiny model."""
 
-    def __init__(self, broker: PlayedBroker, model: Path, log: Path, stdout: int = subprocess.PIPE) -> None:
+    def __init__(
+        self, broker: PlayedBroker, model: Path, log: Path, *options: str, stdout: int = subprocess.PIPE
+    ) -> None:
         self._log = log
         environment = {
             **os.environ, "HORDE_WORKER_API_KEY": KEY, "HORDE_WORKER_BROKER": broker.url, "HF_HUB_OFFLINE": "1",
             "COLUMNS": "100", "TERM": "xterm",
         }  # fmt: skip
         command = [sys.executable, "-c", "from worker.cli import main; main()", "run", "--name", "w", "--device", "cpu",
-                   "--model", str(model), "--poll-wait", "1", "--log-level", "debug"]  # fmt: skip
+                   "--model", str(model), "--poll-wait", "1", "--log-level", "debug", *options]  # fmt: skip
         with log.open("wb") as errors:
             self.process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=errors)
 
@@ -199,12 +234,15 @@ class Process:
 def process(broker, patient_model, tmp_path):
     made: list[Process] = []
 
-    def start(**settings) -> Process:
-        made.append(Process(broker, patient_model, tmp_path / "log", **settings))
+    def start(*options: str, **settings) -> Process:
+        made.append(Process(broker, patient_model, tmp_path / "log", *options, **settings))
         # Loading torch on a busy machine takes longer than anything else here.
-        with broker.changed:
-            assert broker.changed.wait_for(lambda: broker.made(POP), 60), (tmp_path / "log").read_text()
-        return made[-1]
+        for _ in range(120):
+            with broker.changed:
+                if broker.changed.wait_for(lambda: broker.made(POP), 0.5):
+                    return made[-1]
+            assert made[-1].process.poll() is None, (tmp_path / "log").read_text()
+        raise AssertionError((tmp_path / "log").read_text())
 
     yield start
     for worker in made:
@@ -237,7 +275,7 @@ def test_a_key_that_is_nobodys_is_noticed_before_the_model_is_loaded(broker, pat
 def test_openmp_waits_calmly_unless_the_environment_says_otherwise(monkeypatch, given, used):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     monkeypatch.setattr(os, "environ", {**environment, **given})
-    _calm_openmp()
+    prepare_process()
     assert {n: v for n, v in os.environ.items() if n.startswith(("OMP_", "GOMP_"))} == used
 
 
@@ -261,13 +299,14 @@ def test_a_worker_serves_drains_on_sigterm_and_never_shows_its_key(broker, proce
     assert (result["state"], result["finish_reason"], len(result["token_ids"])) == ("ok", "length", 20)
     pop = broker.made(POP)[0].body
     assert pop == {
-        "name": "w", "models": ["tiny-llama"], "max_length": 512, "max_context_length": 2048, "threads": 1,
+        "name": "w", "models": ["tiny-llama"], "max_length": 512, "max_context_length": 2048,
+        "threads": 32, "slots": 36, "progress": True,
         "bridge_agent": pop["bridge_agent"], "wait": 1,
     }  # fmt: skip
 
 
 def test_a_second_signal_releases_what_runs_and_exits_at_once(broker, process):
-    worker = process()
+    worker = process("--max-batch", "1")
     broker.give("long", "x", max_length=100_000, max_context_length=100_000)
     broker.give("next", "y")
     broker.wait_until(lambda: not broker.jobs)

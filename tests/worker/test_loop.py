@@ -1,72 +1,10 @@
-"""The main loop with its two threads, a scripted engine, and a broker over real HTTP."""
+"""The main loop with its threads, a scripted engine, and a broker over real HTTP."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-
 import pytest
 
-from tests.worker.played_broker import PATIENCE, POP, SUBMIT, Answer, Fault, PlayedBroker
-from tests.worker.scripted_engine import ScriptedEngine
-from worker.backoff import Pace
-from worker.broker import BrokerClient
-from worker.loop import Worker
-from worker.status import Status
-
-
-class Started:
-    """A worker in a thread of its own."""
-
-    def __init__(self, broker: PlayedBroker, max_batch: int = 1) -> None:
-        self.engine = ScriptedEngine(max_batch)
-        self.status = Status()
-        self.ready = threading.Event()
-        self.result: str | None = None
-        self.worker = Worker(
-            self.engine,
-            lambda: BrokerClient(broker.url, "key", "agent:1:x"),
-            {"name": "w", "models": ["m"], "threads": max_batch, "wait": 1},
-            status=self.status,
-            on_ready=self.ready.set,
-            pace=Pace(first_retry=0.02, longest_retry=0.1, pause=0.05),
-        )
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self.result = self.worker.run()
-
-    def stop(self) -> None:
-        """A signal."""
-        self.worker.stop()
-
-    def ended(self) -> str | None:
-        """Wait for the end; why it came."""
-        self._thread.join(PATIENCE)
-        assert not self._thread.is_alive()
-        return self.result
-
-    def close(self) -> None:
-        for _ in range(3):
-            self.worker.stop()
-        self._thread.join(PATIENCE)
-        self.worker._popper.join(PATIENCE)
-        assert not self.worker._popper.is_alive()
-
-
-@pytest.fixture
-def start(broker: PlayedBroker) -> Iterator[type[Started]]:
-    made: list[Started] = []
-
-    def starter(**settings) -> Started:
-        made.append(Started(broker, **settings))
-        return made[-1]
-
-    yield starter
-    broker.stop()
-    for started in made:
-        started.close()
+from tests.worker.played_broker import PATIENCE, POP, SUBMIT, Answer, Fault
 
 
 def test_a_job_comes_back_as_its_text(broker, start):
@@ -82,6 +20,7 @@ def test_a_job_comes_back_as_its_text(broker, start):
 
 
 def test_the_next_job_is_fetched_while_one_runs_and_not_one_more(broker, start):
+    broker.native = False
     worker = start()
     for name in "abc":
         broker.give(name)
@@ -321,6 +260,7 @@ def test_a_job_that_is_handed_out_twice_runs_once(broker, start):
 
 
 def test_a_batch_larger_than_asked_for_is_worked_off(broker, start):
+    broker.native = False
     worker = start()
     jobs = [{"id": name, "payload": {"prompt": name}} for name in "abcd"]
     with broker.changed:

@@ -30,8 +30,10 @@ def test_every_documented_parameter_reaches_the_engine():
     }  # fmt: skip
     request = read_request("j", payload, 1)
     assert request.sampling == Sampling(
-        0.5, 40, 0.9, 0.05, 0.1, 0.95, 0.8, 1.1, 256, 0.7, 0.3, 0.2, 2.0, True,
-        (S.TEMPERATURE, S.REPETITION, S.TOP_K, S.TOP_A, S.TOP_P, S.TAIL_FREE, S.TYPICAL),
+        temperature=0.5, top_k=40, top_p=0.9, min_p=0.05, top_a=0.1, tail_free=0.95, typical=0.8,
+        repetition_penalty=1.1, repetition_range=256, repetition_slope=0.7, smoothing_factor=0.3, dynatemp_range=0.2,
+        dynatemp_exponent=2.0, ban_eos=True,
+        order=(S.TEMPERATURE, S.REPETITION, S.TOP_K, S.TOP_A, S.TOP_P, S.TAIL_FREE, S.TYPICAL),
     )  # fmt: skip
     assert (request.max_new_tokens, request.max_context) == (100, 1024)
     assert request.stop == ("\nUser:", "\n")
@@ -79,6 +81,26 @@ def test_several_jobs_come_as_a_batch_or_as_a_list():
     jobs = [{"id": "a", "payload": {"prompt": "1"}}, {"id": "b", "payload": {"prompt": "2"}}]
     read = read_pop({"id": "a", "ids": ["a", "b"], "payload": {"prompt": "1"}, "jobs": jobs})
     assert [j.request.prompt for j in read if isinstance(j, Job)] == ["1", "2"]
+
+
+def test_jobs_share_what_is_computed_only_within_a_tenant():
+    jobs = [
+        {"id": "a", "payload": {"prompt": "1"}, "cache_salt": "s1"},
+        {"id": "b", "payload": {"prompt": "1"}, "cache_salt": "s1"},
+        {"id": "c", "payload": {"prompt": "1"}, "cache_salt": "s2"},
+        {"id": "d", "payload": {"prompt": "1"}},
+        {"id": "e", "payload": {"prompt": "1"}, "cache_salt": "job d"},
+    ]
+    salts = [j.request.cache_salt for j in read_pop({"id": "a", "jobs": jobs}) if isinstance(j, Job)]
+    assert salts[0] == salts[1]
+    assert len(set(salts)) == 4
+    assert all(salts)
+
+
+def test_a_batch_of_one_request_shares_even_where_no_salt_is_named():
+    first, second = (read_pop({"id": i, "ids": [i, f"{i}2"], "payload": {"prompt": "p"}}) for i in ("x", "y"))
+    salts = [job.request.cache_salt for job in [*first, *second] if isinstance(job, Job)]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
 
 
 def test_a_job_that_cannot_be_read_keeps_its_id():
