@@ -59,7 +59,7 @@ _ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     option(
         "--dtype", default="auto", show_default=True, type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        help="Number format; auto takes what the hardware computes in.",
+        help="Number format; auto takes what is fast here and loses least.",
     ),
     option(
         "--quantize", type=click.Choice(["int8", "int4"]),
@@ -120,9 +120,17 @@ def load_model(config: EngineConfig, source: ModelSource) -> LoadedModel:
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--device") from error
     try:
-        return load(source, device, config.dtype, quantize=config.quantize)
+        return load(source, device, _dtype(config, device), quantize=config.quantize)
     except ModelNotFoundError as error:
         raise click.BadParameter(str(error), param_hint="--model") from error
+
+
+def _dtype(config: EngineConfig, device: str) -> str:
+    """Our kernels only keep weights in bfloat16 and compute in float32, so they gain on any CPU."""
+    from worker.engine.kernels.build import load_library
+
+    automatic = config.dtype == "auto" and config.engine == "paged" and not config.quantize
+    return "bfloat16" if automatic and device == "cpu" and load_library() is not None else config.dtype
 
 
 def make_engine(config: EngineConfig, loaded: LoadedModel, batch: int) -> Engine:

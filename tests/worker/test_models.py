@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from worker.engine.interface import GenerationRequest, Sampling
 from worker.engine.reference import ReferenceEngine
-from worker.models import demo
+from worker.models import demo, telling
 from worker.models.build_once import build_once, model_cache_dir
 from worker.models.load import choose_dtype, load, resolve
 from worker.models.loaded import LoadedModel, ModelNotFoundError
@@ -102,7 +104,7 @@ def test_names_lead_to_the_demo_model_or_to_the_hub():
 def test_a_path_without_a_model_is_named_in_the_error(tmp_path):
     with pytest.raises(ModelNotFoundError, match=r"config\.json"):
         resolve(str(tmp_path))
-    with pytest.raises(ModelNotFoundError, match="not a directory"):
+    with pytest.raises(ModelNotFoundError, match="a model is a directory, a GGUF file or a hub name"):
         resolve(str(tmp_path / "missing"))
 
 
@@ -110,6 +112,73 @@ def test_a_directory_that_is_no_model_is_named_in_the_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match=f"cannot load {tmp_path.name}"):
         load(resolve(str(tmp_path)), "cpu")
+
+
+def send_hub_client_to(address: str, monkeypatch) -> None:
+    """It does not wait between its attempts then."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+
+
+def test_without_a_network_a_hub_name_fails_in_one_sentence(monkeypatch):
+    send_hub_client_to("http://127.0.0.1:9", monkeypatch)
+    with pytest.raises(ModelNotFoundError) as failure:
+        load(resolve("no-such-org-1f3a/no-such-model"), "cpu")
+    assert str(failure.value) == (
+        "cannot load no-such-org-1f3a/no-such-model: the hub cannot be reached, and there is no copy on this machine; "
+        "a directory or GGUF file will do"
+    )
+
+
+def test_offline_the_sentence_names_the_variable(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE forbids to fetch it"):
+        load(resolve("no-such-org-1f3a/no-such-model"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["three/part/name", "a name with blanks", "-"])
+def test_a_name_that_no_hub_model_can_have_is_refused(name):
+    with pytest.raises(ModelNotFoundError, match=f"cannot load {name}"):
+        load(resolve(name), "cpu")
+
+
+def test_a_hub_model_that_lies_here_loads_without_asking_the_hub(tiny_directory, tmp_path, monkeypatch):
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    hub = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    serving = threading.Thread(target=hub.serve_forever)
+    serving.start()
+    send_hub_client_to(f"http://127.0.0.1:{hub.server_port}", monkeypatch)
+    home = tmp_path / "models--some-org--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("abc123")
+    shutil.copytree(tiny_directory, home / "snapshots" / "abc123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    try:
+        loaded = load(resolve("some-org/tiny"), "cpu", "float32")
+        assert loaded.context_length == 512
+        assert not [path for path in asked if "some-org" in path]
+        with pytest.raises(ModelNotFoundError):
+            load(resolve("some-org/other"), "cpu", "float32")
+        assert [path for path in asked if "some-org/other" in path]
+    finally:
+        hub.shutdown()
+        serving.join()
+        hub.server_close()
 
 
 def test_long_work_says_now_and_then_that_it_goes_on():
@@ -123,11 +192,11 @@ def test_long_work_says_now_and_then_that_it_goes_on():
                 twice.set()
 
     handler = Handler()
-    logger, level = demo.log, demo.log.level
+    logger, level = telling.log, telling.log.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with demo.telling("unpacking", every=0.01):
+        with telling.telling("unpacking", every=0.01):
             assert twice.wait(20)
         before = len(said)
     finally:
@@ -149,6 +218,23 @@ def test_a_directory_loads_with_its_context_and_its_end(tiny, tiny_directory):
     assert (loaded.context_length, loaded.eos_token_ids) == (512, tiny.eos_token_ids)
     assert not loaded.model.training
     assert loaded.tokenizer("ab 12").input_ids == tiny.tokenizer("ab 12").input_ids
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("int8", 0.1), ("int4", 1.5)])
+def test_a_directory_loads_quantised_with_the_rest_in_bfloat16(tiny_directory, kind, largest):
+    plain = load(resolve(str(tiny_directory)), "cpu", "float32")
+    loaded = load(resolve(str(tiny_directory)), "cpu", quantize=kind)
+    assert (loaded.quantize, plain.quantize) == (kind, None)
+    assert loaded.model.dtype == torch.bfloat16
+    ids = torch.tensor([[72, 101, 108, 108, 111]])
+    with torch.inference_mode():
+        difference = (loaded.model(ids).logits.float() - plain.model(ids).logits).abs().mean()
+    assert 0 < difference < largest
+
+
+def test_a_model_that_cannot_be_quantised_is_named_in_the_error(tiny_directory):
+    with pytest.raises(ModelNotFoundError, match="cannot load tiny-llama in int3"):
+        load(resolve(str(tiny_directory)), "cpu", quantize="int3")
 
 
 @pytest.mark.parametrize(

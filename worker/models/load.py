@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from worker.models.demo import DEMO_MODEL, demo_directory
+from worker.models.demo import DEMO_MODEL, find_gguf
+from worker.models.gguf import unpacked_directory
+from worker.models.gguf_header import is_gguf
 from worker.models.loaded import LoadedModel, ModelNotFoundError
+from worker.models.mapped_files import releasing_mapped_weights
+from worker.models.telling import telling
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +25,14 @@ _UNKNOWN_CONTEXT = 2048
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where to load from (`location`: a directory or a hub name; None: the demo model), and what to call it."""
+    """Where to load from (`location`: a directory, a GGUF file or a hub name; None: the demo model), and its name."""
 
     location: str | None
     announced_name: str
 
 
 def resolve(name_or_path: str) -> ModelSource:
-    """What a `--model` value means: an existing directory, the demo model, else a hub name.
+    """What a `--model` value means: an existing directory or GGUF file, the demo model, else a hub name.
 
     Raises:
         ModelNotFoundError: it looks like a path, and no model lies there.
@@ -37,43 +40,130 @@ def resolve(name_or_path: str) -> ModelSource:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"{name_or_path} holds no config.json, so no model that transformers can load")
+            raise ModelNotFoundError(
+                f"{name_or_path} holds no config.json, so no model that transformers can load{_ggufs_in(path)}"
+            )
         return ModelSource(str(path), path.resolve().name)
+    if path.is_file():
+        _check_gguf(name_or_path, path)
+        return ModelSource(str(path), path.resolve().stem)
     if name_or_path == DEMO_MODEL:
         return ModelSource(None, DEMO_MODEL)
-    if name_or_path.startswith((".", "/", "~")) or path.is_file():
-        raise ModelNotFoundError(f"{name_or_path} is not a directory; a model is a directory or a hub name")
+    if name_or_path.startswith((".", "/", "~")) or name_or_path.lower().endswith(".gguf"):
+        raise ModelNotFoundError(f"{name_or_path} is not there; a model is a directory, a GGUF file or a hub name")
     return ModelSource(name_or_path, name_or_path)
 
 
-def load(source: ModelSource, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load(source: ModelSource, device: str = "auto", dtype: str = "auto", *, quantize: str | None = None) -> LoadedModel:
     """Load weights and tokenizer.
 
     Args:
         source: from `resolve`.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        quantize: None, `int8` or `int4`: what linear layers keep their weights in. The rest is then bfloat16 if `dtype`
+            is `auto`.
 
     Raises:
-        ModelNotFoundError: not there, not reachable, or not a causal language model.
+        ModelNotFoundError: not there, not reachable, not a causal language model, or not to be quantised so.
+        ValueError: no such device.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = choose_device(device)
-    kind = choose_dtype(dtype, place)
-    location = source.location or str(demo_directory())
-    log.info("loading %s on %s in %s", source.announced_name, place, str(kind).removeprefix("torch."))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(location)
-        model: Any = AutoModelForCausalLM.from_pretrained(location, dtype=kind)
-    except (OSError, ValueError, ImportError) as error:
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in {"", "0"} else ""
-        first_line = str(error).strip().split("\n")[0]
-        raise ModelNotFoundError(f"cannot load {source.announced_name}{offline}: {first_line}") from error
-    model.to(torch.device(place))
+    kind = torch.bfloat16 if quantize and dtype == "auto" else choose_dtype(dtype, place)
+    log.info("loading %s on %s in %s", source.announced_name, place, quantize or str(kind).removeprefix("torch."))
+    location = _location(source, kind)
+    with telling("loading"), releasing_mapped_weights():
+        model, tokenizer = _from_pretrained(location, source.announced_name, kind)
+        if quantize:
+            _quantise(model, quantize, place, source.announced_name)
+        model.to(torch.device(place))
     model.eval()
-    return LoadedModel(model, tokenizer, _context_length(model.config), _eos_token_ids(model, tokenizer))
+    return LoadedModel(
+        model, tokenizer, _context_length(model.config), _eos_token_ids(model, tokenizer), quantize=quantize
+    )
+
+
+def _location(source: ModelSource, dtype: torch.dtype) -> str:
+    """A directory or a hub name; a GGUF file is unpacked if it was not before."""
+    import torch
+
+    if source.location is None:
+        # So small that one copy serves all formats.
+        return str(unpacked_directory(find_gguf(), DEMO_MODEL, torch.float32))
+    path = Path(source.location)
+    return str(unpacked_directory(path, source.announced_name, dtype)) if path.is_file() else source.location
+
+
+def _from_pretrained(location: str, name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    if not Path(location).is_dir() and _has_copy(location):
+        # Asking the hub for news about a model that lies here takes a minute when there is no network.
+        try:
+            return _read(location, dtype, local_files_only=True)
+        except (OSError, ValueError, ImportError):
+            log.info("the local copy of %s is not complete", name)
+    try:
+        return _read(location, dtype)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelNotFoundError(f"cannot load {name}: {_reason(error)}") from error
+
+
+def _read(location: str, dtype: torch.dtype, **options: bool) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(location, **options)
+    return AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options), tokenizer
+
+
+def _has_copy(hub_name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(hub_name, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong, or a sentence where the library's would not help."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LocalEntryNotFoundError):
+            if constants.HF_HUB_OFFLINE:
+                return "it is not in this machine's copy of the hub, and HF_HUB_OFFLINE forbids to fetch it"
+            return "the hub cannot be reached, and there is no copy on this machine; a directory or GGUF file will do"
+        cause = cause.__cause__ or cause.__context__
+    return str(error).strip().split("\n")[0]
+
+
+def _quantise(model: Any, kind: str, place: str, name: str) -> None:
+    from worker.models.quantise import QuantisationError, quantise
+
+    try:
+        quantise(model, kind, place)
+    except QuantisationError as error:
+        raise ModelNotFoundError(f"cannot load {name} in {kind}: {error}") from error
+
+
+def _check_gguf(name_or_path: str, path: Path) -> None:
+    try:
+        if is_gguf(path):
+            return
+    except OSError as error:
+        raise ModelNotFoundError(f"cannot read {name_or_path}: {error.strerror or error}") from error
+    raise ModelNotFoundError(
+        f"{name_or_path} is not a GGUF file; a model is a directory with a config.json, a GGUF file or a hub name"
+    )
+
+
+def _ggufs_in(directory: Path) -> str:
+    names = sorted(file.name for file in directory.glob("*.gguf"))
+    return f"; name the file itself: {', '.join(names[:3])}" if names else ""
 
 
 def choose_device(wanted: str) -> str:

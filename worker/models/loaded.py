@@ -15,12 +15,14 @@ class LoadedModel:
         tokenizer: its `PreTrainedTokenizerBase`.
         context_length: most tokens, prompt and output together.
         eos_token_ids: each of them ends a text.
+        quantize: what its linear layers keep their weights in (`int8`, `int4`), if not in the model's own format.
     """
 
     model: Any
     tokenizer: Any
     context_length: int
     eos_token_ids: tuple[int, ...]
+    quantize: str | None = None
 
 
 class ModelNotFoundError(Exception):
