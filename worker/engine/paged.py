@@ -231,16 +231,17 @@ class PagedEngine(Engine):
             if entry.sequence.request_id not in self._samples:
                 continue
             try:
-                # Once only: a later copy would undo what has been computed into its target.
-                copies, due = [], copies
-                logits = self._assembled.runner.step(StepPlan([entry], due))
+                logits = self._assembled.runner.step(StepPlan([entry], copies))
             except Exception as error:  # noqa: BLE001  whatever a request does to the model, it fails alone
                 events.append(self._fail(entry.sequence.request_id, f"{type(error).__name__}: {error}"))
             else:
+                # Made, and not to be made again: a later copy would undo what has been computed into its target.
+                copies = []
                 good.append((entry, logits))
         self._scheduler.complete(plan)
         for entry, logits in good:
-            if entry.samples:
+            # A sample that went well may have lost its request by another one since.
+            if entry.samples and entry.sequence.request_id in self._samples:
                 events += self._sample([entry], logits)
         return events
 

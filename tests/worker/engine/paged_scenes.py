@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,12 +130,13 @@ class Run:
         self.check()
         return events
 
-    def drain(self, most_steps: int = 5000) -> Run:
-        """Step until nothing is left; then every block is free."""
+    def drain(self, after_each: Callable[[], object] = lambda: None, most_steps: int = 3000) -> Run:
+        """Step until nothing is left; then every block is free. `after_each` step something else may happen."""
         for _ in range(most_steps):
             if not self.engine.running:
                 break
             self.step()
+            after_each()
         assert self.engine.running == 0, "it does not come to an end"
         self.check()
         state = self.engine.statistics()
@@ -190,13 +191,11 @@ def reference(requests: Iterable[GenerationRequest], eos: Sequence[int] = (EOS,)
     return made
 
 
-def preempt_everyone(engine: PagedEngine) -> int:
-    """Take all running sequences' blocks, as if the pool had run out; how many they were."""
-    running = list(engine._scheduler._running)
-    for sequence in running:
+def preempt(engine: PagedEngine, leave: int = 0) -> None:
+    """Take the blocks of all that run but the first `leave`, as if the pool had run out."""
+    for sequence in reversed(engine._scheduler._running[leave:]):
         engine._scheduler._preempt(sequence)
     engine.check()
-    return len(running)
 
 
 class Interference:
@@ -212,7 +211,7 @@ class Interference:
         self._step = runner.step
         self._before, self._after = before, after
         self.calls = 0
-        runner.step = self  # type: ignore[method-assign,assignment]
+        runner.step = self  # type: ignore[method-assign]
 
     def __call__(self, plan: StepPlan) -> Tensor:
         self.calls += 1

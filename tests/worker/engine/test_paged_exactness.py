@@ -19,7 +19,7 @@ from tests.worker.engine.paged_scenes import (
     make_engine,
     one_thread,
     plain_logits,
-    preempt_everyone,
+    preempt,
     pristine,
     request,
     run,
@@ -142,13 +142,9 @@ def test_a_cache_that_is_too_small_for_those_it_lets_in_gives_the_same_tokens(pr
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_everyone_preempted_after_every_step_gives_the_same_tokens(proven, block_size, prefix_caching):
     engine = make_engine(block_size=block_size, prefix_caching=prefix_caching, max_batch=16)
-    done = Run(engine, *requests(shuffled(block_size)))
-    preempted = 0
-    while engine.running:
-        done.step()
-        preempted += preempt_everyone(engine)
-    assert preempted > len(PROMPTS) * (NEW_TOKENS - 1) / 2
-    assert outputs(done.drain()) == proven
+    done = Run(engine, *requests(shuffled(block_size))).drain(after_each=lambda: preempt(engine))
+    assert engine.statistics().preemptions > len(PROMPTS) * (NEW_TOKENS - 1) / 2
+    assert outputs(done) == proven
 
 
 @tiny
@@ -284,12 +280,14 @@ def test_a_real_model_under_constant_preemption_writes_the_same(settled, smollm2
     names = [name for name, prompt in prompts.items() if len(prompt) <= (24 if chunk == 1 else 48)][::3]
     engine = smol_engine(smollm2, tokens=256, block_size=block_size, chunk_limit=chunk, max_batch=16)
     done = Run(engine, *ask(prompts, names))
-    while engine.running:
-        done.step()
-        if done.steps % 5 == 0:
-            engine._scheduler._preempt(engine._scheduler._running[-1])
+
+    def rob() -> None:
+        if done.steps % 6 == 0:
+            preempt(engine, leave=2)
+
+    done.drain(after_each=rob)
     assert engine.statistics().preemptions > 3
-    assert outputs(done.drain()) == {name: settled[name] for name in names}
+    assert outputs(done) == {name: settled[name] for name in names}
 
 
 @pytest.mark.needs("model")

@@ -26,6 +26,7 @@ from worker.engine.execution.linear import (
     pack_weight,
 )
 from worker.engine.kernels.linear_binding import WeightFormat, load_linear_kernels
+from worker.models.quantise import Int4Linear, Int8Linear, quantise
 
 KERNELS = load_linear_kernels()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason="the C++ kernels cannot be built here")
@@ -214,6 +215,79 @@ def test_int8_is_within_half_a_step_of_the_weight():
     assert ((read_back.T - layer.weight).abs() <= 0.5001 * step[:, None] + 1e-6).all()
 
 
+def whole_numbers(rows: int, out: int, inner: int) -> tuple[Int8Linear, torch.Tensor, torch.Tensor]:
+    """A layer in int8, activations for it, and what it stands for: their exact product."""
+    layer = Int8Linear(torch.randn(out, inner) * torch.logspace(-3, 0, out)[:, None], torch.randn(out))
+    x = torch.randn(rows, inner)
+    weight = layer.weight.double() * layer.scale.double()[:, None]
+    return layer, x, x.double() @ weight.T + layer.bias
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "out", "inner"), [(1, 96, 64), (5, 61, 97), (40, 130, 576)])
+def test_layers_in_int8_are_computed_by_our_kernels_without_a_second_rounding(rows, out, inner, dtype):
+    layer, x, expected = whole_numbers(rows, out, inner)
+    model = nn.Sequential(layer)
+    assert pack_linears(model) is LinearPath.KERNELS
+    assert isinstance(model[0], KernelLinear)
+    got = model(x)
+    assert ((got - expected).abs() <= 1e-5 * expected.abs().amax(dim=0)).all()
+    # A row of another type is read and answered in it.
+    rounded = x.to(dtype)
+    assert torch.equal(model(rounded), model(rounded.float()).to(dtype))
+    assert not list(layer.parameters())
+    assert "weight" not in dict(layer.named_buffers())
+
+
+@needs_kernels
+@pytest.mark.parametrize("path", PATHS)
+def test_layers_of_one_model_keep_each_its_own_format(monkeypatch, path):
+    """As when the output head is the embedding, and therefore not quantised."""
+    monkeypatch.setattr(linear, "choose_path", lambda *_: path)
+    model = Small().eval()
+    model.inner = nn.Sequential(Int8Linear(torch.randn(40, 40), None), Int4Linear(torch.randn(48, 32), None))
+    model.inner[0].register_buffer("bias", torch.randn(40))
+    x, ids = torch.randn(7, 40), torch.arange(7)
+    eight, four = model.inner
+    weight = eight.weight.float() * eight.scale.float()[:, None]
+    expected = model.head(model.turned(model.embedding(ids) + x @ weight.T + eight.bias))
+    pack_linears(model)
+    got = model.head(model.turned(model.embedding(ids) + model.inner[0](x)))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+    assert isinstance(model.inner[0], KernelLinear)
+    assert model.inner[1] is four
+    assert isinstance(model.head, KernelLinear if path is LinearPath.KERNELS else OneDnnLinear)
+    assert isinstance(model.embedding, PackedEmbedding) == (path is LinearPath.KERNELS)
+
+
+@needs_kernels
+def test_a_layer_in_int8_that_stands_in_two_places_is_packed_once():
+    layer, x, _ = whole_numbers(3, 40, 40)
+    expected = layer(layer(x))
+    model = nn.Sequential(layer, layer)
+    pack_linears(model)
+    assert model[0] is model[1]
+    # The layer's own product is in bf16.
+    torch.testing.assert_close(model(x), expected, atol=0.05 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gemma", "int8"), ("gpt2", "int8"), ("phi", "int8"), ("phi", "int4")])
+def test_a_quantised_model_of_any_kind_keeps_its_logits(name, kind):
+    model = make_model(*ARCHITECTURES[name])
+    quantise(model, kind)
+    ids = torch.arange(3, 40)[None] % VOCABULARY
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        path = pack_linears(model)
+        got = model(ids, use_cache=False).logits
+    # Before, each product was rounded to bf16.
+    assert (got - expected).norm() < 0.02 * expected.norm()
+    if kind == "int8" and KERNELS:
+        assert path is LinearPath.KERNELS
+        assert not [module for module in model.modules() if isinstance(module, Int8Linear)]
+
+
 @needs_kernels
 def test_memory_for_weights_is_one_stretch_in_the_order_of_taking():
     memory = WeightMemory(3 * 640)
@@ -246,6 +320,14 @@ model = nn.Sequential(layer)
 path = pack_linears(model)
 assert path is not LinearPath.KERNELS, path
 torch.testing.assert_close(model(x), expected)
+
+from worker.models.quantise import Int8Linear
+rounded = Int8Linear(torch.randn(33, 70), None)
+mixed = nn.Sequential(rounded, nn.Linear(33, 33), nn.Linear(33, 33))
+expected = mixed(x)
+assert pack_linears(mixed) is path
+assert mixed[0] is rounded
+torch.testing.assert_close(mixed(x), expected)
 """
     result = subprocess.run(
         [sys.executable, "-c", program],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from tests.worker.engine.execution.restored_weights import restored
 from tests.worker.engine.played_steps import PlayedSteps
 from tests.worker.engine.tiny_architectures import ARCHITECTURES, CONTEXT, VOCABULARY, make_model
 from worker.engine.attention.backend import AttentionBackend, CacheShape
@@ -22,6 +24,7 @@ from worker.engine.execution.probe import probe
 from worker.engine.kernels.bindings import load_kernels
 from worker.engine.scheduling.sequence import Sequence
 from worker.engine.scheduling.step_plan import Scheduled, StepPlan
+from worker.models.quantise import Int4Linear, quantise
 
 KERNELS = load_kernels()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C++ kernels cannot be built here")
@@ -131,8 +134,64 @@ def test_weights_in_8_bits_stay_close():
     assert 0 < (logits - exact).norm() < 0.05 * exact.norm()
 
 
-def test_what_a_text_gets_does_not_depend_on_its_company():
+def fused_logits(model: Any, prompt: list[int]) -> torch.Tensor:
+    backend = backend_for(model)
+    fused = FusedLlama.from_model(model, backend)
+    assert fused is not None
+    batch = replace(batch_of((prompt, 0, len(prompt))), sampled_rows=torch.arange(len(prompt)))
+    return ModelRunner(model, backend, fused).run(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "llama with biases", "llama of odd sizes", "qwen2", "qwen3"])
+def test_a_model_in_int8_gives_the_logits_of_what_its_weights_stand_for(name, dtype):
+    (prompt,) = make_prompts(30)
+    model = make_model(*TAKEN[name]).to(dtype)
+    quantise(model, "int8")
+    with torch.inference_mode():
+        exact = restored(model)(torch.tensor([prompt])).logits[0]
+    logits = fused_logits(model, prompt)
+    # A head that is the embedding stays in bf16, and so may its activations; all else is computed in fp32.
+    tied = name == "llama, tied" and dtype is torch.bfloat16
+    assert (logits - exact).norm() <= (5e-3 if tied else 1e-5) * exact.norm()
+    assert not [name for name, _ in model.named_buffers() if name.endswith("weight")]
+
+
+def test_groups_of_layers_may_differ_in_their_format():
+    (prompt,) = make_prompts(30)
     model = make_model("llama", {})
+    plain = copy.deepcopy(model.model.layers[0])
+    quantise(model, "int8")
+    model.model.layers[0].mlp = plain.mlp
+    model.model.layers[1].self_attn.o_proj = plain.self_attn.o_proj
+    with torch.inference_mode():
+        exact = restored(model)(torch.tensor([prompt])).logits[0]
+    logits = fused_logits(model, prompt)
+    assert (logits - exact).norm() <= 1e-5 * exact.norm()
+
+
+def test_layers_that_would_be_one_but_differ_in_format_are_left_alone():
+    for change in (0, 1):
+        model = make_model("llama", {})
+        plain = copy.deepcopy(model.model.layers[1].self_attn.k_proj)
+        quantise(model, "int8")
+        if change:
+            model.model.layers[1].self_attn.k_proj = plain
+        assert (FusedLlama.from_model(model, backend_for(model)) is None) == bool(change)
+
+
+def test_a_model_in_int4_is_left_as_it_is():
+    model = make_model("llama", {"hidden_size": 64, "intermediate_size": 96})
+    quantise(model, "int4")
+    assert FusedLlama.from_model(model, backend_for(model)) is None
+    assert isinstance(model.model.layers[0].mlp.up_proj, Int4Linear)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_what_a_text_gets_does_not_depend_on_its_company(quantised):
+    model = make_model("llama", {})
+    if quantised:
+        quantise(model, "int8")
     backend = backend_for(model)
     runner = ModelRunner(model, backend, FusedLlama.from_model(model, backend))
     first, *others = make_prompts(20, 17, 30, 6)
