@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import secrets
 import sys
 import time
@@ -90,6 +91,9 @@ def generate(prompt: str, **options: Any) -> None:
     template; of standard input the last line break is left out.
     """
     log_lines(options["log_level"])
+    if options["log_level"] == "warning":
+        # Loading and unpacking may take a minute, and silence looks like a hang.
+        logging.getLogger("worker.models").setLevel(logging.INFO)
     try:
         _generate(_read_prompt(prompt), options)
     except KeyboardInterrupt:
@@ -108,8 +112,6 @@ def _read_prompt(argument: str) -> str:
 
 def _generate(prompt: str, options: dict[str, Any]) -> None:
     config = EngineConfig(**{name: options[name] for name in _ENGINE_FIELDS})
-    if config.engine == "reference" and options["n"] > 1:
-        raise click.UsageError("--n needs the paged engine")
     prepare_process()
     engine = make_engine(config, load_model(config, find_model(config)), options["n"])
     request = GenerationRequest(

@@ -120,7 +120,6 @@ def test_input_that_is_no_text_is_refused(run):
         (("x", "--max-new-tokens", "0"), "Invalid value for '--max-new-tokens'"),
         (("x", "--temperature", "-1"), "Invalid value for '--temperature'"),
         (("x", "--top-p", "1.5"), "Invalid value for '--top-p'"),
-        (("x", "--n", "2", "--engine", "reference"), "--n needs the paged engine"),
         (("x", "--model", "/no/such"), "/no/such is not there"),
         ((), "Missing argument 'PROMPT'"),
     ],

@@ -25,6 +25,7 @@ from worker.models.quantise import (
 )
 
 SHAPES = [(16, 32), (48, 64), (64, 128), (80, 160), (4096, 96), (112, 1536)]
+ODD_SHAPES = [(33, 7), (61, 40), (17, 72), (40, 101)]
 # bfloat16 keeps 8 bits: the product is rounded to them once.
 ROUNDING = 2**-8
 
@@ -48,8 +49,10 @@ def wide_weight(out: int, inner: int) -> Tensor:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 31, 32, 70])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(kind, shape) for kind in ("int8", "int4") for shape in SHAPES] + [("int8", s) for s in ODD_SHAPES],
+)
 def test_a_product_is_that_of_the_restored_weights(kind, shape, rows):
     out, inner = shape
     weight, bias = wide_weight(out, inner), torch.randn(out)

@@ -7,7 +7,8 @@ int8 has one scale an output row; int4 has a scale and a zero point for every 32
 decides between tokens, is never coarser than int8, and stays as it is where it is the embedding's matrix. Embedding and
 norms stay as they are.
 The matrix products are torch's own (`_weight_int8pack_mm`, `_weight_int4pack_mm`), the ones that torchao calls on a CPU
-and for its tile-packed int4 on a GPU; going through its tensor subclasses measured slower for the same numbers.
+and for its tile-packed int4 on a GPU; going through its tensor subclasses measured slower for the same numbers. On a CPU
+with kernels of ours the paged engine takes the int8 layers over and computes them by those.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ INT4_GROUP = 32
 _INT4_LEVELS = 15
 # The CPU's int8 product costs the same for every row; from here on unpacking the weights once is cheaper.
 _MANY_ROWS = 32
+# It reads and writes where it must not when the inputs are no multiple of this: wrong numbers, or the process dies.
+_INT8_INPUTS = 16
 _CHUNK_ELEMENTS = 1 << 24
 _RETURN_BYTES = 64 << 20
 _TINY = 1e-10
@@ -76,7 +79,7 @@ class Int8Linear(nn.Module):
         self.register_buffer("weight", quantised)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
-        self._few_rows = _MANY_ROWS if weight.device.type == "cpu" else 0
+        self._few_rows = _MANY_ROWS if weight.device.type == "cpu" and self.in_features % _INT8_INPUTS == 0 else 0
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the number format of `x`."""

@@ -63,6 +63,8 @@ def assemble(loaded: LoadedModel, options: Options) -> Assembled:
         linears = f"linear layers by {pack_linears(model).value}"
     else:
         linears = "the model's own layers"
+    if loaded.quantize:
+        linears += f" in {loaded.quantize}"
     description = (
         f"{linears}, attention by {backend.name}, {shape.blocks} blocks of {shape.block_size} tokens "
         f"({shape.blocks * shape.bytes_per_block / 2**20:.0f} MiB)"

@@ -1,17 +1,17 @@
 """Linear layers on a CPU, on weights that are packed once at load: a model's own layers are replaced in place.
 
 Our kernels take fp32, bf16 and int8 weights; where they are missing, or much slower than oneDNN's packed ones on this
-machine, oneDNN's are used; where neither is there, the model stays as it is. A weight is held in one form only.
+machine, oneDNN's are used; where neither is there, the model stays as it is. A weight is held in one form only. Layers
+that the model keeps in int8 go to our kernels as they are, the others of the same model in their own type.
 With our kernels the result of a row does not depend on the rows beside it, bit for bit; with oneDNN it may.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cache
@@ -29,7 +29,8 @@ from worker.engine.kernels.linear_binding import (
     aligned_bytes,
     load_linear_kernels,
 )
-from worker.models.mapped_files import release_mapped_weights
+from worker.models.mapped_files import return_freed_memory
+from worker.models.quantise import Int4Linear, Int8Linear
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ _WEIGHTS_TRIED = 1 << 21
 _SECONDS_PER_TRY = 0.02
 # Freed weights are given back to the system each time so many bytes have been packed.
 _TRIM_EVERY = 64 << 20
+_LINEAR_TYPES = (nn.Linear, Conv1D, Int8Linear, Int4Linear)
 
 
 class LinearPath(Enum):
@@ -108,8 +110,7 @@ class PackedEmbedding(nn.Module):
 class WeightMemory:
     """One stretch of memory, on large pages, for weights in the order of their use: each step reads it end to end.
 
-    Args:
-        size: bytes in all; taken from the system as they are written.
+    Its `size` in bytes is taken from the system as they are written.
     """
 
     def __init__(self, size: int) -> None:
@@ -131,29 +132,32 @@ class WeightMemory:
 def pack_linears(model: nn.Module, *, int8: bool = False) -> LinearPath:
     """Replace the linear layers of a model on the CPU; their unpacked weights are freed.
 
-    Layers are left alone whose weights are of another type than fp32 and bf16 (quantised ones, for one).
+    Layers are left alone whose weights are neither fp32, bf16 nor int8, and without the kernels those in int8.
 
     Args:
         model: gives its weights away; only forward passes are possible afterwards.
         int8: round weights to 8 bits with one scale an output; needs the kernels.
 
     Returns:
-        What the layers use from now on.
+        What most of the layers use from now on.
     """
-    layers = [module for _, _, module in _children(model) if is_plain_linear(module)]
-    if not layers:
-        return LinearPath.PLAIN
-    shapes = Counter((*weight_of(layer).shape, weight_of(layer).dtype) for layer in layers)
-    heaviest = max(shapes, key=lambda shape: shapes[shape] * shape[0] * shape[1])
     kernels = load_linear_kernels()
-    path = LinearPath.KERNELS if int8 and kernels else choose_path(*heaviest)
-    if path is LinearPath.KERNELS:
+    layers = {id(module): module for _, _, module in _children(model) if isinstance(module, _LINEAR_TYPES)}.values()
+    plain = [layer for layer in layers if is_plain_linear(layer)]
+    path = LinearPath.KERNELS if int8 and kernels else _path_for(plain)
+    taken: dict[LinearPath, list[Any]] = defaultdict(list)
+    for layer in layers:
+        if is_plain_linear(layer):
+            taken[path].append(layer)
+        else:
+            taken[LinearPath.KERNELS if kernels and is_int8_linear(layer) else LinearPath.PLAIN].append(layer)
+    if ours := taken[LinearPath.KERNELS]:
         assert kernels is not None
-        _replace_all(model, layers, _kernel_packer(kernels, layers, int8=int8))
-    elif path is LinearPath.ONEDNN:
-        _replace_all(model, layers, lambda layer: OneDnnLinear(weight_of(layer), layer.bias))
-    log.info("%d linear layers are computed by %s", len(layers), path.value)
-    return path
+        _replace_all(model, ours, _kernel_packer(kernels, ours, int8=int8))
+    if theirs := taken[LinearPath.ONEDNN]:
+        _replace_all(model, theirs, lambda layer: OneDnnLinear(weight_of(layer), layer.bias))
+    log.info("linear layers: %s", ", ".join(f"{len(found)} by {used.value}" for used, found in taken.items() if found))
+    return max(LinearPath, key=lambda used: len(taken[used])) if layers else LinearPath.PLAIN
 
 
 def is_plain_linear(module: Any) -> bool:
@@ -167,15 +171,25 @@ def is_plain_linear(module: Any) -> bool:
     )
 
 
+def is_int8_linear(module: Any) -> bool:
+    """Whether it is a linear layer that holds whole numbers and scales already."""
+    return type(module) is Int8Linear and module.weight.device.type == "cpu"
+
+
 def weight_of(layer: Any) -> Tensor:
     """[outputs, inputs]; a view in the case of `Conv1D`, which keeps it the other way round."""
     weight: Tensor = layer.weight.detach()
-    return weight if type(layer) is nn.Linear else weight.t()
+    return weight.t() if type(layer) is Conv1D else weight
+
+
+def scales_of(layer: Any) -> Tensor | None:
+    """[outputs] of a layer whose weights are whole numbers."""
+    return layer.scale if is_int8_linear(layer) else None
 
 
 def format_for(kernels: LinearKernels, dtype: torch.dtype, *, int8: bool = False) -> WeightFormat:
     """How our kernels keep weights of this type on this machine."""
-    if int8:
+    if int8 or dtype is torch.int8:
         return WeightFormat.INT8
     if dtype is torch.float32:
         return WeightFormat.FP32
@@ -183,24 +197,19 @@ def format_for(kernels: LinearKernels, dtype: torch.dtype, *, int8: bool = False
 
 
 def pack_weight(
-    kernels: LinearKernels, weight: Tensor, weight_format: WeightFormat, memory: WeightMemory | None = None
+    kernels: LinearKernels,
+    weight: Tensor,
+    weight_format: WeightFormat,
+    memory: WeightMemory | None = None,
+    scales: Tensor | None = None,
 ) -> PackedWeight:
-    """Pack [outputs, inputs], rounding it to int8 first if that is the format."""
-    scales = None
+    """Pack [outputs, inputs], rounding it to int8 first if that is the format and it comes without `scales` [outputs]."""
     room = None if memory is None else memory.take(kernels.packed_bytes(weight_format, *weight.shape))
-    if weight_format is WeightFormat.INT8:
+    if weight_format is WeightFormat.INT8 and scales is None:
         largest = weight.abs().amax(dim=1).float()
         scales = torch.where(largest > 0, largest / 127, 1.0)
         weight = (weight.float() / scales[:, None]).round_().to(torch.int8)
     return kernels.pack(weight, weight_format, scales=scales, memory=room)
-
-
-def return_freed_memory() -> None:
-    """Of weights that have been packed: neither the allocator nor a mapped file lets go of them by itself."""
-    release_mapped_weights()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 @cache
@@ -216,13 +225,19 @@ def choose_path(outputs: int, inputs: int, dtype: torch.dtype) -> LinearPath:
     weight = torch.full((max(1, min(outputs, _WEIGHTS_TRIED // inputs)), inputs), 0.01, dtype=dtype)
     ours = KernelLinear(kernels.pack(weight, format_for(kernels, dtype)), None)
     theirs = OneDnnLinear(weight, None)
-    ratios = []
-    for rows in _ROWS_TRIED:
-        x = torch.ones((rows, inputs), dtype=dtype)
-        ratios.append(_seconds(ours, x) / _seconds(theirs, x))
+    inputs_tried = [torch.ones((rows, inputs), dtype=dtype) for rows in _ROWS_TRIED]
+    ratios = [_seconds(ours, x) / _seconds(theirs, x) for x in inputs_tried]
     gain = math.prod(ratios) ** (1 / len(ratios))
     log.info("linear layers in %s: oneDNN runs at %.2f times the speed of our kernels", dtype, gain)
     return LinearPath.ONEDNN if gain > _WORTH_IT else LinearPath.KERNELS
+
+
+def _path_for(layers: list[Any]) -> LinearPath:
+    """By the shape that most of their weights have."""
+    if not layers:
+        return LinearPath.PLAIN
+    shapes = Counter((*weight_of(layer).shape, layer.weight.dtype) for layer in layers)
+    return choose_path(*max(shapes, key=lambda shape: shapes[shape] * shape[0] * shape[1]))
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
@@ -248,15 +263,14 @@ def _seconds(layer: nn.Module, x: Tensor) -> float:
 
 
 def _kernel_packer(kernels: LinearKernels, layers: list[Any], *, int8: bool) -> Callable[[Any], PackedLinear]:
-    def size_of(layer: Any) -> int:
-        weight_format = format_for(kernels, layer.weight.dtype, int8=int8)
-        return kernels.packed_bytes(weight_format, *weight_of(layer).shape)
+    def format_of(layer: Any) -> WeightFormat:
+        return format_for(kernels, layer.weight.dtype, int8=int8)
 
-    memory = WeightMemory(sum(size_of(layer) for layer in {id(layer): layer for layer in layers}.values()))
+    memory = WeightMemory(sum(kernels.packed_bytes(format_of(layer), *weight_of(layer).shape) for layer in layers))
 
     def pack(layer: Any) -> PackedLinear:
-        weight_format = format_for(kernels, layer.weight.dtype, int8=int8)
-        return KernelLinear(pack_weight(kernels, weight_of(layer), weight_format, memory), layer.bias)
+        weight = pack_weight(kernels, weight_of(layer), format_of(layer), memory, scales_of(layer))
+        return KernelLinear(weight, layer.bias)
 
     return pack
 
@@ -265,13 +279,12 @@ def _replace_all(model: nn.Module, layers: list[Any], pack: Callable[[Any], Pack
     embeddings = {id(module.weight): module for _, _, module in _children(model) if type(module) is nn.Embedding}
     replaced: dict[int, nn.Module] = {}
     for layer in layers:
-        if id(layer) in replaced:
-            continue
         packed = pack(layer)
         replaced[id(layer)] = packed
         tied = embeddings.get(id(layer.weight))
-        if tied is not None and isinstance(packed, KernelLinear) and not _is_int8(packed):
-            replaced[id(tied)] = PackedEmbedding(packed._weight, tied)  # noqa: SLF001
+        weight = packed._weight if isinstance(packed, KernelLinear) else None  # noqa: SLF001
+        if tied is not None and weight is not None and weight.format is not WeightFormat.INT8:
+            replaced[id(tied)] = PackedEmbedding(weight, tied)
             del tied.weight
         # The old module may be known elsewhere; its weight goes now.
         del layer.weight
@@ -281,11 +294,7 @@ def _replace_all(model: nn.Module, layers: list[Any], pack: Callable[[Any], Pack
     return_freed_memory()
 
 
-def _is_int8(layer: KernelLinear) -> bool:
-    return layer._weight.format is WeightFormat.INT8  # noqa: SLF001
-
-
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for parent in model.modules():
-        for name, child in parent.named_children():
+        for name, child in parent._modules.items():  # noqa: SLF001  `named_children` tells a module only once
             yield parent, name, child

@@ -1,8 +1,8 @@
 """A forward pass of our own for models built like Llama, on a CPU: our kernels from the token ids to the logits.
 
-Taken: Llama, Mistral, Qwen2 and Qwen3, in fp32 or bf16. Activations are fp32, weights stay in their type (see
-`linear.py`); queries, keys and values are one matrix, as are gate and up. What a token gets does not depend on the
-other tokens of the step, bit for bit.
+Taken: Llama, Mistral, Qwen2 and Qwen3, with weights in fp32, bf16 or int8. Activations are fp32, weights stay in their
+type (see `linear.py`), which need not be that of their neighbours; queries, keys and values are one matrix, as are gate
+and up. What a token gets does not depend on the other tokens of the step, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from worker.engine.attention.cpu import CpuKernelBackend
 from worker.engine.execution.linear import (
     WeightMemory,
     format_for,
+    is_int8_linear,
     is_plain_linear,
     pack_weight,
-    return_freed_memory,
+    scales_of,
 )
 from worker.engine.kernels.bindings import Kernels, load_kernels
 from worker.engine.kernels.linear_binding import LinearKernels, PackedWeight, WeightFormat, load_linear_kernels
+from worker.models.mapped_files import return_freed_memory
 
 _TYPES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Their angles depend on the position alone, so that a table holds them.
@@ -89,7 +91,7 @@ class FusedLlama:
         ]
         tied = model.lm_head.weight is body.embed_tokens.weight
         self._head = packer.linear(model.lm_head)
-        if tied and packer.weight_format is not WeightFormat.INT8:
+        if tied and self._head.weight.format is not WeightFormat.INT8:
             self._embedding = None
             del body.embed_tokens.weight
         else:
@@ -111,7 +113,7 @@ class FusedLlama:
         Args:
             model: a `PreTrainedModel`, evaluating.
             backend: made for this model.
-            int8: round weights to 8 bits with one scale an output.
+            int8: round weights to 8 bits with one scale an output, where they are not yet.
         """
         kernels, linear_kernels = load_kernels(), load_linear_kernels()
         if kernels is None or linear_kernels is None or not isinstance(backend, CpuKernelBackend):
@@ -202,14 +204,13 @@ class _Packer:
     """Turns a model's modules into packed weights, one after the other, and frees theirs."""
 
     def __init__(self, model: Any, kernels: LinearKernels, *, int8: bool) -> None:
-        self.weight_format = format_for(kernels, model.lm_head.weight.dtype, int8=int8)
         self._kernels = kernels
-        shapes = [tuple(model.lm_head.weight.shape)]
-        for layer in model.model.layers:
-            for group in _groups(layer):
-                weights = [linear.weight for linear in group]
-                shapes.append((sum(len(weight) for weight in weights), weights[0].shape[1]))
-        self._memory = WeightMemory(sum(kernels.packed_bytes(self.weight_format, *shape) for shape in shapes))
+        self._int8 = int8
+        size = 0
+        for group in _all_groups(model):
+            outputs, inputs = sum(len(linear.weight) for linear in group), group[0].weight.shape[1]
+            size += kernels.packed_bytes(self._format(group[0].weight), outputs, inputs)
+        self._memory = WeightMemory(size)
 
     def layer(self, layer: Any, shape: LayerShape) -> _Layer:
         attention = layer.self_attn
@@ -230,15 +231,27 @@ class _Packer:
 
     def linear(self, *layers: Any) -> _Linear:
         """One for several, with their outputs next to each other."""
-        weights = [layer.weight.detach() for layer in layers]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight = _joined([layer.weight.detach() for layer in layers])
+        scales = [scale for layer in layers if (scale := scales_of(layer)) is not None]
         bias = None
         if any(layer.bias is not None for layer in layers):
-            each = [layer.bias if layer.bias is not None else weight.new_zeros(len(layer.weight)) for layer in layers]
+            each = [layer.bias if layer.bias is not None else torch.zeros(len(layer.weight)) for layer in layers]
             bias = torch.cat(each).detach().float()
         for layer in layers:
             del layer.weight
-        return _Linear(pack_weight(self._kernels, weight, self.weight_format, self._memory), bias)
+        weight_format, joined_scales = self._format(weight), _joined(scales) if scales else None
+        return _Linear(pack_weight(self._kernels, weight, weight_format, self._memory, joined_scales), bias)
+
+    def _format(self, weight: Tensor) -> WeightFormat:
+        return format_for(self._kernels, weight.dtype, int8=self._int8)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _all_groups(model: Any) -> list[list[Any]]:
+    return [[model.lm_head], *(group for layer in model.model.layers for group in _groups(layer))]
 
 
 def _groups(layer: Any) -> list[list[Any]]:
@@ -269,12 +282,16 @@ def _is_taken(model: Any) -> bool:
     config = model.config
     if config.hidden_act != "silu" or config.rope_parameters.get("rope_type") not in _ROPE_TYPES:
         return False
-    linears = [model.lm_head, *(linear for layer in model.model.layers for group in _groups(layer) for linear in group)]
-    dtype = model.lm_head.weight.dtype if isinstance(model.lm_head, nn.Linear) else None
     return (
-        all(
-            type(linear) is nn.Linear and is_plain_linear(linear) and linear.weight.dtype == dtype for linear in linears
-        )
+        all(_is_packable(group) for group in _all_groups(model))
         and model.lm_head.bias is None
         and type(model.model.embed_tokens) is nn.Embedding
+    )
+
+
+def _is_packable(group: list[Any]) -> bool:
+    """Whether its layers can be one: all in the same type, which our kernels take."""
+    return (
+        all((type(linear) is nn.Linear and is_plain_linear(linear)) or is_int8_linear(linear) for linear in group)
+        and len({linear.weight.dtype for linear in group}) == 1
     )
