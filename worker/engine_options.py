@@ -79,16 +79,17 @@ _ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
 def prepare_process() -> None:
     """Set up what torch reads when it is imported; call it before.
 
-    Left alone, torch's threads spin while they wait for each other. On a machine that does anything else, one of them is
-    then often without a core while the others burn theirs waiting for it, and a token takes twenty times as long. So
-    they sleep, unless the environment says how they should wait.
+    Left alone, torch's threads spin for long while they wait for each other. On a machine that does anything else, one of
+    them is then often without a core while the others burn theirs waiting for it, and a token takes twenty times as
+    long. Without any spinning each of the hundreds of short waits in a step costs a sleep, which is a third of its speed.
+    So they spin for some microseconds and then sleep, unless the environment says how they should wait.
     """
     if not sys.stderr.isatty():
         # Progress bars would fill a log file; tqdm looks at this when it is first imported, and torch imports it.
         os.environ.setdefault("TQDM_DISABLE", "1")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-        os.environ.setdefault("GOMP_SPINCOUNT", "0")
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def find_model(config: EngineConfig) -> ModelSource:

@@ -267,7 +267,7 @@ def test_a_key_that_is_nobodys_is_noticed_before_the_model_is_loaded(broker, pat
 @pytest.mark.parametrize(
     ("given", "used"),
     [
-        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}),
+        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}),
         ({"GOMP_SPINCOUNT": "9"}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "9"}),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
     ],
