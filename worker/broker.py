@@ -179,7 +179,7 @@ def _unknown_key(message: str) -> str:
 def _json_object(answer: requests.Response) -> dict[str, Any]:
     try:
         content = answer.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokerUnavailableError("the answer is not JSON; is something else in front of the broker?") from error
     if not isinstance(content, dict):
         raise BrokerUnavailableError("the answer is not a JSON object")

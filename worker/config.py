@@ -26,6 +26,8 @@ _USUAL_BATCH = {"paged": 32, "reference": 1}
 _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
+_LARGEST_SIZE = 2**60
+
 
 class ConfigError(Exception):
     """A setting makes no sense; the message names it."""
@@ -41,10 +43,12 @@ def parse_size(text: str) -> int:
     factor = _UNITS.get(match[2]) if match else None
     if match is None or factor is None:
         raise ConfigError(f"{text!r} is not a size such as 2GiB or 512MB")
-    size = int(float(match[1]) * factor)
+    size = float(match[1]) * factor
     if size < 1:
         raise ConfigError(f"{text!r} is no memory at all")
-    return size
+    if size > _LARGEST_SIZE:
+        raise ConfigError(f"{text!r} is more memory than any machine has")
+    return int(size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import secrets
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -56,12 +58,16 @@ class _Timing:
         prompts = [sample.finished.prompt_tokens for sample in samples if sample.finished is not None]
         rate = self.tokens / self.total if self.total > 0 else 0.0
         parts = [
-            f"{self.tokens} tokens in {self.total:.2f} s ({rate:.1f} tokens/s)",
+            f"{_counted(self.tokens, 'token')} in {self.total:.2f} s ({rate:.1f} tokens/s)",
             *([f"first token after {self.first_token:.2f} s"] if self.first_token is not None else []),
-            *([f"{prompts[0]} prompt tokens"] if prompts else []),
+            *([_counted(prompts[0], "prompt token")] if prompts else []),
             f"seed {seed}",
         ]
         return ", ".join(parts)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 @click.command()
@@ -104,13 +110,19 @@ def generate(prompt: str, **options: Any) -> None:
 def _read_prompt(argument: str) -> str:
     if argument != "-":
         return argument
+    if sys.stdin is None:
+        raise click.ClickException("there is no standard input to read the prompt from")
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except OSError as error:
+        raise click.ClickException(f"cannot read standard input: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise click.UsageError("standard input is not UTF-8 text") from error
 
 
 def _generate(prompt: str, options: dict[str, Any]) -> None:
+    if sys.stdout is None:
+        raise click.ClickException("there is no standard output to write the text to")
     config = EngineConfig(**{name: options[name] for name in _ENGINE_FIELDS})
     prepare_process()
     engine = make_engine(config, load_model(config, find_model(config)), options["n"])
@@ -188,9 +200,21 @@ def _show_in_turn(samples: list[_Sample]) -> None:
 
 
 def _write(text: str) -> None:
-    """Unlike click's `echo` this leaves every character as it is."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Unlike click's `echo` this leaves every character as it is.
+
+    Raises:
+        click.ClickException: it cannot be written. (Where the reader has gone away, click ends us without a word.)
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is left in the buffer would be tried again, and complained about again, when the process ends.
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise click.ClickException(f"cannot write to standard output: {error.strerror or error}") from error
 
 
 def _document(model: str, request: GenerationRequest, samples: list[_Sample], timing: _Timing) -> dict[str, Any]:

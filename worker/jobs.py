@@ -38,16 +38,28 @@ class UnreadableJob:
 
 
 def read_pop(answer: dict[str, Any]) -> list[Job | UnreadableJob]:
-    """The jobs in a pop's answer; none when there is nothing to do."""
+    """The jobs in a pop's answer, whatever JSON it is; none when there is nothing to do.
+
+    What has no usable id is passed over: nothing could be told of it. A job that is there twice counts once.
+    """
     several = answer.get("jobs")
     # AI Horde's own answers have no `jobs`, only one payload for one id or, in a batch, for several.
     if isinstance(several, list) and several:
-        return [_read_job(str(job["id"]), job) for job in several if isinstance(job, dict) and job.get("id")]
-    if not answer.get("id"):
-        return []
-    ids = answer.get("ids")
-    all_ids = [str(i) for i in ids] if isinstance(ids, list) and ids else [str(answer["id"])]
-    return [_read_job(job_id, answer) for job_id in all_ids]
+        found = {_id(job.get("id")): job for job in several if isinstance(job, dict)}
+    elif own := _id(answer.get("id")):
+        ids = answer.get("ids")
+        batch = [usable for each in ids if (usable := _id(each))] if isinstance(ids, list) else []
+        found = dict.fromkeys(batch or [own], answer)
+    else:
+        found = {}
+    return [_read_job(job_id, job) for job_id, job in found.items() if job_id]
+
+
+def _id(value: Any) -> str:
+    """A job's id as text; empty if it is none."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
+        return str(value)
+    return value if isinstance(value, str) else ""
 
 
 def _read_job(job_id: str, answer: dict[str, Any]) -> Job | UnreadableJob:
@@ -57,9 +69,10 @@ def _read_job(job_id: str, answer: dict[str, Any]) -> Job | UnreadableJob:
     seed = answer.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int):
         seed = secrets.randbits(31)
+    model = answer.get("model")
     try:
         request = read_request(job_id, payload, seed, cache_salt=_cache_salt(answer))
-        return Job(job_id, str(answer.get("model")), request, read_format(payload))
+        return Job(job_id, model if isinstance(model, str) else "", request, read_format(payload))
     except BadPayloadError as error:
         return UnreadableJob(job_id, str(error))
 
@@ -68,7 +81,7 @@ def _cache_salt(answer: dict[str, Any]) -> str:
     """The tenant's salt. From a broker that names none, only the jobs of one request may share what is computed: nobody
     can tell from the time a prompt takes what others have asked."""
     salt = answer.get("cache_salt")
-    return f"tenant {salt}" if isinstance(salt, str) and salt else f"job {answer.get('id')}"
+    return f"tenant {salt}" if isinstance(salt, str) and salt else f"job {_id(answer.get('id'))}"
 
 
 @dataclass(frozen=True, slots=True)

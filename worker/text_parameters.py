@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from worker.engine.interface import GenerationRequest, SamplerStep, Sampling
@@ -10,6 +11,9 @@ from worker.formatting import OutputFormat
 # What an absent length means on the wire.
 DEFAULT_MAX_LENGTH = 80
 DEFAULT_MAX_CONTEXT_LENGTH = 2048
+
+# No length and no count is anywhere near it.
+_LARGEST_INTEGER = 2**31
 
 # Positions are the numbers clients send in `sampler_order`.
 _STEP_NUMBERS = (
@@ -107,13 +111,21 @@ def _number(payload: dict[str, Any], field: str, default: float) -> float:
     value = payload.get(field)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadPayloadError(f"{field} is not a number")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise BadPayloadError(f"{field} is too large a number") from error
+    if not math.isfinite(number):
+        raise BadPayloadError(f"{field} is not a finite number")
+    return number
 
 
 def _integer(payload: dict[str, Any], field: str, default: int) -> int:
     value = _number(payload, field, default)
+    if abs(value) > _LARGEST_INTEGER:
+        raise BadPayloadError(f"{field} is too large a number")
     if value != int(value):
         raise BadPayloadError(f"{field} is not an integer")
     return int(value)

@@ -63,7 +63,7 @@ def workload(report: Report, dtype: str, rounds: int) -> None:
     report.raw[f"workload_{dtype}"] = {"paged": [asdict(m) for m in ours], "static": [asdict(m) for m in static]}
     ratios = [rate(a) / rate(b) for a, b in zip(ours, static, strict=True)]
     middle = sorted(ours, key=rate)[rounds // 2]
-    report.tell(f"{dtype}: paged, tokens/s", f"{rate(middle):.1f}  ({middle.notes['engine']})")
+    report.tell(f"{dtype}: paged, tokens/s", f"{rate(middle):.1f}")
     report.tell(f"{dtype}: transformers, static batch of 32", f"{statistics.median(map(rate, static)):.1f}")
     report.judge_at_least(f"{dtype}: paged / static", statistics.median(ratios), LEAST[dtype])
     report.judge_at_least(f"{dtype}: the same, to beat llama.cpp's ratio", statistics.median(ratios), LLAMA_CPP[dtype])
@@ -98,8 +98,8 @@ def single(report: Report, dtype: str) -> None:
 
 def shared_prefix(report: Report, dtype: str) -> None:
     """A system prompt of 300 tokens before each of 32 texts."""
-    on = measure(Settings("paged", dtype, workload="shared"))
-    off = measure(Settings("paged", dtype, workload="shared", prefix_caching=False))
+    on = measure(Settings("paged", dtype, workload="shared", cache_mib=1024))
+    off = measure(Settings("paged", dtype, workload="shared", cache_mib=1024, prefix_caching=False))
     report.raw[f"shared_{dtype}"] = {"on": asdict(on), "off": asdict(off)}
     report.judge_at_least(f"{dtype}: shared prefix, caching on / off", rate(on) / rate(off), 2)
 

@@ -29,7 +29,7 @@ class Settings:
     Attributes:
         engine: `paged`, `static` (transformers' generate on one padded batch) or `serial` (one request at a time).
         workload: `stored`, `uniform` or `shared`; the fields beneath shape it.
-        warm: the same work runs once before it is measured, on other prompts.
+        cache_mib: the default is what the stored workload fills in float32.
     """
 
     engine: str
@@ -40,7 +40,7 @@ class Settings:
     context: int = 256
     new_tokens: int = 16
     max_batch: int = 32
-    cache_mib: int = 1024
+    cache_mib: int = 448
     prefix_caching: bool = True
     step_seconds: float | None = None
     backend: str | None = None

@@ -134,7 +134,23 @@ def test_a_size_is_read_with_its_unit(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "2", "GiB", "-1GiB", "2G", "1e3MB", "2 GiB extra", "0.1b", "inf GB", "½GB"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "2",
+        "GiB",
+        "-1GiB",
+        "2G",
+        "1e3MB",
+        "2 GiB extra",
+        "0.1b",
+        "inf GB",
+        "½GB",
+        f"1{'0' * 29}TB",
+        f"{'9' * 400}TB",
+    ],
+)
 def test_a_size_that_is_none_is_refused(text):
     with pytest.raises(ConfigError):
         parse_size(text)

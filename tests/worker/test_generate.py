@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -133,9 +134,66 @@ def test_what_cannot_be_done_is_said_in_a_sentence(run, arguments, says):
     assert result.stdout == ""
 
 
+def test_one_token_is_not_called_tokens(run):
+    result = run("T", "--engine", "reference", "--max-new-tokens", "1")
+    assert "1 token in " in result.stderr
+    assert ", 1 prompt token, seed" in result.stderr
+
+
+def test_a_cache_beyond_the_machine_or_too_small_for_a_text_is_refused_in_a_sentence(run):
+    for size, says in (("1KB", "a cache of 1000 bytes holds no tokens"), ("900TB", "free on this machine")):
+        result = run("x", "--kv-cache-memory", size)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert says in " ".join(result.stderr.split())
+        assert "Traceback" not in result.output
+
+
+PROGRAM = "from worker.cli import main; main()"
+
+
+def in_a_shell(model: Path, arguments: str) -> subprocess.CompletedProcess[str]:
+    options = "--device cpu --engine reference --dtype float32 --max-new-tokens 2 --log-level error"
+    command = f'"{sys.executable}" -c "{PROGRAM}" generate --model "{model}" {options} {arguments}'
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        ["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("- <&-", "there is no standard input"),
+        ("- </proc/self/mem", "cannot read standard input: Input/output error"),
+        ("x >&-", "there is no standard output"),
+        ("x >/dev/full", "cannot write to standard output: No space left on device"),
+        ("x --json >/dev/full", "cannot write to standard output: No space left on device"),
+    ],
+)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_streams_that_cannot_be_used_are_told_of_in_one_line(tiny_directory, arguments, says):
+    result = in_a_shell(tiny_directory, arguments)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert says in line
+
+
+def test_without_standard_error_the_text_comes_all_the_same(tiny_directory):
+    result = in_a_shell(tiny_directory, "--json x 2>&-")
+    assert result.returncode == 0
+    assert json.loads(result.stdout)["prompt"] == "x"
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_word(tiny_directory):
+    result = in_a_shell(tiny_directory, "x | true")
+    assert result.stderr == ""
+
+
 def test_ctrl_c_keeps_what_was_written_and_exits_as_interrupted(tmp_path, patient_model):
     command = [sys.executable, "-c", "from worker.cli import main; main()", "generate", "--model", str(patient_model),
-               "--device", "cpu", "--engine", "reference", "--max-new-tokens", "60000", "The sea"]  # fmt: skip
+               "--device", "cpu", "--engine", "reference", "--max-new-tokens", "60000", "--log-level", "error",
+               "The sea"]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with (tmp_path / "errors").open("wb") as errors:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors)

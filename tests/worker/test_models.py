@@ -17,7 +17,7 @@ import torch
 from worker.engine.interface import GenerationRequest, Sampling
 from worker.engine.reference import ReferenceEngine
 from worker.models import demo, telling
-from worker.models.build_once import build_once, model_cache_dir
+from worker.models.build_once import NoCacheError, build_once, model_cache_dir
 from worker.models.load import choose_dtype, load, resolve
 from worker.models.loaded import LoadedModel, ModelNotFoundError
 
@@ -87,6 +87,111 @@ def test_the_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
     assert model_cache_dir() == tmp_path / "xdg" / "horde" / "models"
     monkeypatch.setenv("HORDE_MODEL_CACHE", str(tmp_path / "own"))
     assert model_cache_dir() == tmp_path / "own"
+
+
+@pytest.fixture
+def homeless(monkeypatch, tmp_path) -> Path:
+    """A user without a home directory or an entry among the users; gives back where temporary files go."""
+
+    def unknown(_: int) -> None:
+        raise KeyError("no such user")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "HORDE_MODEL_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"horde-cache-{os.getuid()}"
+
+
+def test_a_user_without_a_home_gets_a_cache_that_nobody_else_can_touch(homeless, caplog):
+    assert model_cache_dir() == homeless / "models"
+    assert homeless.stat().st_mode & 0o777 == 0o700
+    assert "no home directory" in caplog.text
+    assert build_once(model_cache_dir(), "model", fill).parent == model_cache_dir()
+
+
+def test_a_temporary_cache_that_is_not_ours_alone_is_refused(homeless, tmp_path, monkeypatch):
+    homeless.mkdir()
+    homeless.chmod(0o777)
+    with pytest.raises(NoCacheError, match="set HORDE_MODEL_CACHE"):
+        model_cache_dir()
+    homeless.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    homeless.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NoCacheError):
+        model_cache_dir()
+    homeless.unlink()
+    homeless.mkdir(mode=0o700)
+    mine = os.getuid()
+    monkeypatch.setattr("os.getuid", lambda: mine + 1)
+    homeless.rename(tmp_path / f"horde-cache-{mine + 1}")
+    with pytest.raises(NoCacheError):
+        model_cache_dir()
+
+
+def test_a_model_that_cannot_be_kept_anywhere_is_said_in_a_sentence(homeless):
+    homeless.write_text("in the way")
+    with pytest.raises(ModelNotFoundError, match="cannot unpack SmolLM2-135M-Instruct"):
+        load(resolve("SmolLM2-135M-Instruct"), "cpu")
+
+
+@pytest.mark.usefixtures("homeless")
+def test_a_model_in_a_home_that_is_not_there_is_said_in_a_sentence():
+    with pytest.raises(ModelNotFoundError, match="there is none"):
+        resolve("~/model")
+
+
+def test_a_directory_that_is_not_sound_is_made_anew(tmp_path):
+    build_once(tmp_path, "model", fill)
+    (tmp_path / "model" / "weights").write_text("torn")
+    sound = [False, False, True]
+    made = build_once(tmp_path, "model", fill, lambda _: sound.pop(0))
+    assert (made / "weights").read_text() == "whole"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".model.lock", "model"]
+    assert build_once(tmp_path, "model", lambda _: pytest.fail("built again"), lambda _: sound.pop(0)) == made
+
+
+def test_a_rebuild_that_fails_leaves_no_damaged_directory(tmp_path):
+    def fails(_: Path) -> None:
+        raise OSError("disk full")
+
+    build_once(tmp_path, "model", fill)
+    with pytest.raises(OSError, match="disk full"):
+        build_once(tmp_path, "model", fails, lambda _: False)
+    assert [p.name for p in tmp_path.iterdir()] == [".model.lock"]
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("size", [0, 5, 1000, -1])
+def test_damaged_weights_are_said_to_be_damaged(tiny, tiny_directory, tmp_path, weights, size):
+    copy = shutil.copytree(tiny_directory, tmp_path / "copy")
+    if weights == "pytorch_model.bin":
+        (copy / "model.safetensors").unlink()
+        torch.save(tiny.model.state_dict(), copy / weights)
+    os.truncate(copy / weights, size if size >= 0 else (copy / weights).stat().st_size + size)
+    with pytest.raises(
+        ModelNotFoundError, match="cannot load copy: a file of its weights is damaged or incomplete"
+    ) as it:
+        load(resolve(str(copy)), "cpu")
+    assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_tokenizer_is_said_to_be_damaged(tiny_directory, tmp_path, name):
+    copy = shutil.copytree(tiny_directory, tmp_path / "copy")
+    os.truncate(copy / name, 50)
+    with pytest.raises(ModelNotFoundError, match="is damaged or incomplete"):
+        load(resolve(str(copy)), "cpu")
+
+
+def test_what_is_neither_a_file_nor_a_directory_is_said_to_be_that():
+    with pytest.raises(ModelNotFoundError, match="/dev/null is neither a file nor a directory"):
+        resolve("/dev/null")
+
+
+def test_a_name_too_long_for_any_file_is_said_in_a_sentence():
+    with pytest.raises(ModelNotFoundError, match="cannot read"):
+        resolve("/" + "a" * 5000)
 
 
 def test_a_directory_is_announced_by_its_own_name(tiny_directory, monkeypatch):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from worker.engine.interface import Finished, FinishReason, SamplerStep, Sampling
 from worker.formatting import OutputFormat
@@ -52,7 +56,11 @@ def test_an_order_with_strange_numbers_still_runs_every_stage_once():
         ("prompt", None), ("prompt", 5), ("max_length", 0), ("max_length", "80"), ("max_length", 80.5),
         ("max_length", True), ("temperature", float("nan")), ("top_p", float("inf")), ("top_k", []),
         ("stop_sequence", "x"), ("stop_sequence", ["a", 5]), ("sampler_order", {"a": 1}), ("singleline", "yes"),
+        ("max_length", 1e300), ("max_length", 2**31 + 1), ("max_length", 10**400), ("max_context_length", -(10**400)),
+        ("max_context_length", 1e10), ("top_k", 10**309), ("rep_pen_range", 1e12), ("temperature", 10**309),
+        ("top_p", -(10**400)), ("rep_pen", 10**5000), ("top_k", 10**5000),
     ],
+    ids=lambda value: "unwritable" if value == 10**5000 else None,
 )  # fmt: skip
 def test_a_senseless_value_is_named(field, value):
     with pytest.raises(BadPayloadError, match=field):
@@ -106,6 +114,72 @@ def test_a_batch_of_one_request_shares_even_where_no_salt_is_named():
 def test_a_job_that_cannot_be_read_keeps_its_id():
     [job] = read_pop({"id": "x", "payload": {"prompt": "p", "temperature": "hot"}})
     assert job == UnreadableJob("x", "temperature is not a number")
+
+
+def test_a_job_without_an_id_that_can_be_named_is_passed_over_and_the_others_are_read():
+    payload = {"prompt": "p"}
+    strange: list[Any] = [None, "", 0, -5, True, 1.5, [], {}, [["x"]], 10**400, 10**5000]
+    jobs = [*({"id": value, "payload": payload} for value in strange), {"id": "good", "payload": payload}, None, "x"]
+    assert [job.id for job in read_pop({"id": "good", "jobs": jobs})] == ["good"]
+    assert [job.id for job in read_pop({"id": "x", "ids": [*strange, "x", "y", 7], "payload": payload})] == [
+        "x",
+        "y",
+        "7",
+    ]
+    assert [read_pop({"id": value, "payload": payload}) for value in strange] == [[]] * len(strange)
+
+
+def test_a_job_that_is_there_twice_counts_once():
+    jobs = [{"id": "a", "payload": {"prompt": "1"}}] * 2
+    assert [job.id for job in read_pop({"id": "a", "jobs": jobs})] == ["a"]
+    assert [job.id for job in read_pop({"id": "a", "ids": ["a", "a"], "payload": {"prompt": "1"}})] == ["a"]
+
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
+        st.sampled_from([10**309, -(10**400), 1e300, "\ud800", 2**31, -1, 0]),
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+PARAMETERS = (
+    "prompt", "n", "max_length", "max_context_length", "temperature", "top_p", "top_k", "top_a", "tfs", "typical", "min_p",
+    "rep_pen", "rep_pen_range", "rep_pen_slope", "smoothing_factor", "dynatemp_range", "dynatemp_exponent",
+    "sampler_order", "stop_sequence", "singleline", "use_default_badwordsids", "frmttriminc", "frmtrmblln", "frmtrmspch",
+)  # fmt: skip
+PAYLOADS = JSON | st.builds(
+    lambda prompt, fields: {**prompt, **fields},
+    st.sampled_from([{}, {"prompt": "p"}]),
+    st.dictionaries(st.sampled_from(PARAMETERS), JSON, max_size=3),
+)
+POPS = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": JSON | st.just("x"),
+        "ids": JSON,
+        "model": JSON,
+        "seed": JSON,
+        "cache_salt": JSON,
+        "payload": PAYLOADS,
+    },
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    answer=st.dictionaries(st.text(max_size=3), JSON, max_size=2),
+    pop=POPS,
+    jobs=st.none() | JSON | st.lists(POPS | JSON),
+)
+def test_whatever_a_broker_answers_is_read_as_jobs(answer, pop, jobs):
+    found = read_pop({**answer, **pop, **({} if jobs is None else {"jobs": jobs})})
+    for job in found:
+        assert isinstance(job, Job | UnreadableJob)
+        assert isinstance(job.id, str)
+        assert job.id
+        if isinstance(job, Job):
+            assert 1 <= job.request.max_new_tokens <= 2**31
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -82,6 +83,52 @@ def test_pieces_join_to_the_text_and_never_hold_half_a_character(text, prompt):
 @given(st.lists(st.integers(0, 255), max_size=24))
 def test_any_bytes_come_out_as_the_tokenizer_decodes_them(token_ids):
     assert "".join(decoded(token_ids, [])) == TOKENIZER.decode(token_ids)
+
+
+# The tokenizer's ids are bytes, those first that are characters to be seen.
+SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+ID_OF_BYTE = {byte: token_id for token_id, byte in enumerate([*SEEN, *(b for b in range(256) if b not in SEEN)])}
+
+
+def ids_of(content: Iterable[int]) -> list[int]:
+    return [ID_OF_BYTE[byte] for byte in content]
+
+
+GARBAGE = st.lists(st.sampled_from(b"\x80\xe2\x82\xac\xf0\x9f\x98\xff\xc3A"), min_size=17, max_size=80).map(ids_of)
+
+
+@given(GARBAGE, st.text(max_size=3), GARBAGE)
+def test_a_long_row_of_half_characters_comes_out_as_the_tokenizer_decodes_it(before, text, after):
+    token_ids = [*before, *TOKENIZER(text).input_ids, *after]
+    assert "".join(decoded(token_ids, [])) == TOKENIZER.decode(token_ids)
+
+
+def test_the_bytes_of_these_tests_are_the_ids_of_the_tokenizer():
+    assert TOKENIZER.decode(ids_of("A€😀".encode())) == "A€😀"
+
+
+def test_text_after_a_long_row_of_half_characters_comes_at_once():
+    pieces = decoded(ids_of(b"\x80" * 100 + b"AB"), [])
+    assert pieces == [*[""] * 100, "\ufffd" * 100 + "A", "B", ""]
+
+
+class Counting:
+    """A tokenizer that counts the tokens it was asked about."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        self.tokens += len(token_ids)
+        return str(TOKENIZER.decode(token_ids, **options))
+
+
+def test_a_row_of_half_characters_costs_by_its_length_only():
+    counting = Counting()
+    detokenizer = Detokenizer(counting, [])
+    assert [detokenizer.push(each) for each in ids_of(b"\x80" * 4096)] == [""] * 4096
+    assert detokenizer.flush() == "\ufffd" * 4096
+    assert counting.tokens < 10 * 4096
 
 
 def test_a_character_comes_whole_with_its_last_byte():

@@ -11,6 +11,8 @@ from typing import Protocol
 # Enough tokens of the past for a tokenizer to see that it is not at the beginning of a text.
 _CONTEXT = 6
 _HALF_CHARACTER = "\ufffd"
+# More tokens than any character is spread over.
+_MOST_PENDING = 16
 
 
 class Decoder(Protocol):
@@ -37,6 +39,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that is whole with this token; empty while a character is incomplete."""
         self._pending.append(token_id)
+        if len(self._pending) > _MOST_PENDING and self._decode(self._pending[-_CONTEXT:]).endswith(_HALF_CHARACTER):
+            # A long row of bytes that are no text: to decode all of it again for each would take ever longer.
+            return ""
         text = self._decode(self._before + self._pending)
         if text.endswith(_HALF_CHARACTER):
             return ""

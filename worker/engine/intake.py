@@ -5,10 +5,10 @@ All engines share it, so a request means the same to each of them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
+from worker.engine.field_checks import LARGEST_COUNT, check_types, refused
 from worker.engine.interface import GenerationRequest, RequestRefusedError, Sampling
 from worker.models.loaded import LoadedModel
 
@@ -20,7 +20,6 @@ _AT_LEAST_ZERO = (
     "min_tokens",
 )  # fmt: skip
 _SHARES = ("top_p", "min_p", "tail_free", "typical")
-_FINITE = ("frequency_penalty", "presence_penalty", "dynatemp_exponent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,49 +50,48 @@ class Intake:
         Raises:
             RequestRefusedError: a field makes no sense, or the request cannot fit; the message names the field.
         """
+        check_types(request)
         self._check_fields(request)
         self._check_sampling(request.sampling)
         return self._fit(request, self._encode(request.prompt))
 
     def _check_fields(self, request: GenerationRequest) -> None:
         if request.max_new_tokens < 1:
-            raise _refused("max_new_tokens is less than 1")
+            raise refused("max_new_tokens is less than 1")
         if not 1 <= request.n <= MOST_SAMPLES:
-            raise _refused(f"n is not from 1 to {MOST_SAMPLES}")
+            raise refused(f"n is not from 1 to {MOST_SAMPLES}")
         if request.logprobs is not None and not 0 <= request.logprobs <= min(MOST_LOGPROBS, self.vocabulary):
-            raise _refused(f"logprobs is not from 0 to {min(MOST_LOGPROBS, self.vocabulary)}")
+            raise refused(f"logprobs is not from 0 to {min(MOST_LOGPROBS, self.vocabulary)}")
         if request.prefix and request.n > 1:
-            raise _refused("prefix continues one sample, and n asks for several")
+            raise refused("prefix continues one sample, and n asks for several")
         self._check_ids("stop_token_ids", request.stop_token_ids)
         self._check_ids("prefix", request.prefix)
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        for name in (*_AT_LEAST_ZERO, *_SHARES, *_FINITE, "repetition_penalty"):
-            value = getattr(sampling, name)
-            if not math.isfinite(value):
-                raise _refused(f"{name} is not a finite number")
-            if name in _AT_LEAST_ZERO and value < 0:
-                raise _refused(f"{name} is less than 0")
-            if name in _SHARES and not 0 <= value <= 1:
-                raise _refused(f"{name} is not from 0 to 1")
+        for name in _AT_LEAST_ZERO:
+            if getattr(sampling, name) < 0:
+                raise refused(f"{name} is less than 0")
+        for name in _SHARES:
+            if not 0 <= getattr(sampling, name) <= 1:
+                raise refused(f"{name} is not from 0 to 1")
         if sampling.repetition_penalty <= 0:
-            raise _refused("repetition_penalty is not above 0")
+            raise refused("repetition_penalty is not above 0")
         self._check_ids("banned_tokens", sampling.banned_tokens)
         self._check_ids("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias))
-        if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
-            raise _refused("logit_bias holds a value that is not a finite number")
 
     def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
         for token_id in ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < self.vocabulary:
-                raise _refused(f"{field} holds {token_id!r}, which is outside the vocabulary of {self.vocabulary}")
+            if not 0 <= token_id < self.vocabulary:
+                # An integer of thousands of digits cannot be written out.
+                number = token_id if abs(token_id) <= LARGEST_COUNT else "a number"
+                raise refused(f"{field} holds {number}, which is outside the vocabulary of {self.vocabulary}")
 
     def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
         if isinstance(prompt, str):
             try:
                 ids = [int(i) for i in self._tokenizer(prompt).input_ids]
             except (TypeError, ValueError, UnicodeError) as error:
-                raise _refused("the prompt is not valid Unicode text") from error
+                raise refused("the prompt is not valid Unicode text") from error
         else:
             ids = list(prompt)
         self._check_ids("prompt", tuple(ids))
@@ -104,7 +102,7 @@ class Intake:
         begin = self._tokenizer.bos_token_id
         first = begin if begin is not None else next(iter(self._eos), None)
         if first is None:
-            raise _refused("the prompt is empty and the model has no token to begin with")
+            raise refused("the prompt is empty and the model has no token to begin with")
         return int(first)
 
     def _fit(self, request: GenerationRequest, prompt: list[int]) -> Prepared:
@@ -125,7 +123,3 @@ class Intake:
         if prompt[0] == self._tokenizer.bos_token_id and keep > 1:
             return Prepared([prompt[0], *prompt[len(prompt) - keep + 1 :]], wanted)
         return Prepared(prompt[-keep:], wanted)
-
-
-def _refused(message: str) -> RequestRefusedError:
-    return RequestRefusedError("invalid_request", message)

@@ -154,9 +154,9 @@ class PagedEngine(Engine):
 
     def add(self, request: GenerationRequest) -> None:
         """See `Engine.add`; there is always room in the queue."""
+        prepared = self._intake.read(request)
         if request.id in self._samples or request.id in self._early:
             raise ValueError(f"request {request.id} is here already")
-        prepared = self._intake.read(request)
         if request.n > self.max_batch:
             raise RequestRefusedError("invalid_request", f"n is more than the {self.max_batch} texts of a batch")
         stream = TextStream.of(request, prepared, self._decoder, self._eos)
@@ -176,8 +176,10 @@ class PagedEngine(Engine):
             salt=request.cache_salt,
             samples=request.n,
         )
+        sample = _Sample(request, prepared, sequence, self._settings(request, 0), stream)
+        # Last, so that nothing is left behind by whatever goes wrong.
         self._scheduler.add(sequence)
-        self._samples[request.id] = [_Sample(request, prepared, sequence, self._settings(request, 0), stream)]
+        self._samples[request.id] = [sample]
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from worker.engine.intake import Intake, Prepared
-from worker.engine.interface import Delta, Engine, Event, Failed, Finished, GenerationRequest
+from worker.engine.interface import Delta, Engine, Event, Failed, Finished, GenerationRequest, RequestRefusedError
 from worker.engine.sampling.batch_sampler import BatchSampler, Choice, SampleRow
 from worker.engine.sampling.settings import SampleSettings
 from worker.engine.text_stream import Piece, TextStream
@@ -81,9 +81,11 @@ class ReferenceEngine(Engine):
 
     def add(self, request: GenerationRequest) -> None:
         """See `Engine.add`; it has no queue."""
+        prepared = self._intake.read(request)
         if request.id in self._sequences:
             raise ValueError(f"request {request.id} is running already")
-        prepared = self._intake.read(request)
+        if request.n > self.max_batch:
+            raise RequestRefusedError("invalid_request", f"n is more than the {self.max_batch} texts of a batch")
         if self.capacity < request.n:
             raise ValueError(f"there is room for {self.capacity} of {self.max_batch} samples")
         self._sequences[request.id] = [self._begin(request, prepared, sample) for sample in range(request.n)]

@@ -50,8 +50,11 @@ def unpacked_directory(path: Path, name: str, dtype: torch.dtype) -> Path:
         raise ModelNotFoundError(f"cannot read {path}: {error.strerror or error}") from error
     kind = str(dtype).removeprefix("torch.")
     suffix = "" if kind == "float32" else f"-{kind}"
-    root = model_cache_dir()
-    return build_once(root, f"{name}-{digest}{suffix}-{_LAYOUT}", lambda target: _convert(path, name, dtype, target))
+    directory = f"{name}-{digest}{suffix}-{_LAYOUT}"
+    try:
+        return build_once(model_cache_dir(), directory, lambda target: _convert(path, name, dtype, target))
+    except OSError as error:
+        raise ModelNotFoundError(f"cannot unpack {name}: {error}") from error
 
 
 def _fingerprint(path: Path) -> str:

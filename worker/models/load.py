@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,21 @@ def resolve(name_or_path: str) -> ModelSource:
     Raises:
         ModelNotFoundError: it looks like a path, and no model lies there.
     """
+    try:
+        if (found := _on_disk(name_or_path)) is not None:
+            return found
+    except RuntimeError as error:
+        raise ModelNotFoundError(f"{name_or_path} begins in a home directory, and there is none") from error
+    except OSError as error:
+        raise ModelNotFoundError(f"cannot read {name_or_path}: {error.strerror or error}") from error
+    if name_or_path == DEMO_MODEL:
+        return ModelSource(None, DEMO_MODEL)
+    if name_or_path.startswith((".", "/", "~")) or name_or_path.lower().endswith(".gguf"):
+        raise ModelNotFoundError(f"{name_or_path} is not there; a model is a directory, a GGUF file or a hub name")
+    return ModelSource(name_or_path, name_or_path)
+
+
+def _on_disk(name_or_path: str) -> ModelSource | None:
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -47,11 +63,9 @@ def resolve(name_or_path: str) -> ModelSource:
     if path.is_file():
         _check_gguf(name_or_path, path)
         return ModelSource(str(path), path.resolve().stem)
-    if name_or_path == DEMO_MODEL:
-        return ModelSource(None, DEMO_MODEL)
-    if name_or_path.startswith((".", "/", "~")) or name_or_path.lower().endswith(".gguf"):
-        raise ModelNotFoundError(f"{name_or_path} is not there; a model is a directory, a GGUF file or a hub name")
-    return ModelSource(name_or_path, name_or_path)
+    if path.exists():
+        raise ModelNotFoundError(f"{name_or_path} is neither a file nor a directory, so no model")
+    return None
 
 
 def load(source: ModelSource, device: str = "auto", dtype: str = "auto", *, quantize: str | None = None) -> LoadedModel:
@@ -101,19 +115,35 @@ def _from_pretrained(location: str, name: str, dtype: torch.dtype) -> tuple[Any,
         # Asking the hub for news about a model that lies here takes a minute when there is no network.
         try:
             return _read(location, dtype, local_files_only=True)
-        except (OSError, ValueError, ImportError):
+        except (OSError, ValueError, ImportError, _DamagedError):
             log.info("the local copy of %s is not complete", name)
     try:
         return _read(location, dtype)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, _DamagedError) as error:
         raise ModelNotFoundError(f"cannot load {name}: {_reason(error)}") from error
 
 
+class _DamagedError(Exception):
+    """A file of the model does not hold what it should."""
+
+
 def _read(location: str, dtype: torch.dtype, **options: bool) -> tuple[Any, Any]:
+    from pickle import UnpicklingError
+
+    import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(location, **options)
-    return AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options), tokenizer
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location, **options)
+        return AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **options), tokenizer
+    except torch.OutOfMemoryError:
+        raise
+    except JSONDecodeError as error:
+        raise _DamagedError(f"one of its JSON files is damaged or incomplete ({error})") from error
+    except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
+        said = str(error).strip().split("\n")[0] or type(error).__name__
+        raise _DamagedError(f"a file of its weights is damaged or incomplete ({said})") from error
 
 
 def _has_copy(hub_name: str) -> bool:

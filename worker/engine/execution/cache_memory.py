@@ -52,7 +52,7 @@ def cache_shape(
             of what is free goes.
 
     Raises:
-        CacheMemoryError: not even one text of a useful length fits.
+        CacheMemoryError: not even one text of a useful length fits, or the host has less free than the budget.
     """
     one_block = CacheShape(layers, 1, block_size, dtype, device).bytes_per_block
     per_sequence = -(-context_length // block_size)
@@ -62,15 +62,32 @@ def cache_shape(
         blocks = min(memory // one_block, max(max_batch * usual, per_sequence))
     else:
         memory = budget
+        _check_free(memory, device)
         blocks = memory // one_block
     needed = min(per_sequence, -(-_USEFUL_TOKENS // block_size))
     if blocks < needed:
         raise CacheMemoryError(
-            f"a cache of {memory / 2**20:.0f} MiB holds {blocks * block_size} tokens of this model, and one text needs "
-            f"room for {needed * block_size}: {needed * one_block / 2**20:.0f} MiB; give --kv-cache-memory more, "
+            f"a cache of {_in_words(memory)} holds {blocks * block_size or 'no'} tokens of this model, and one text needs "
+            f"room for {needed * block_size}: {-(-needed * one_block // 2**20)} MiB; give --kv-cache-memory more, "
             "or take a smaller model"
         )
     return CacheShape(layers, blocks, block_size, dtype, device)
+
+
+def _check_free(budget: int, device: torch.device) -> None:
+    """The system promises more than there is, and ends the process when the promise is called in."""
+    if device.type == "cpu" and budget > (free := free_on_host()):
+        raise CacheMemoryError(
+            f"--kv-cache-memory asks for {_in_words(budget)}, and {_in_words(free)} are free on this machine; "
+            "give it less, or leave it out"
+        )
+
+
+def _in_words(size: int) -> str:
+    for factor, unit, least in ((2**30, "GiB", 10), (2**20, "MiB", 1), (2**10, "KiB", 1)):
+        if size >= least * factor:
+            return f"{size // factor} {unit}"
+    return f"{size} bytes"
 
 
 def free_memory(device: torch.device) -> int:

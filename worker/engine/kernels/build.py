@@ -6,6 +6,7 @@ torch brought is already in the process, so kernels and torch share one set of t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -14,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +26,12 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 _SECONDS = 300
+_LIBRARY = "kernels.so"
+# Beside the library: its SHA-256 and its size. To load a damaged one would end the process.
+_RECORD = "kernels.sha256"
+# Of a compiler whose linker has failed: the linker's own lines say why.
+_ECHOES = ("collect2:", "clang: error: linker", "clang++: error: linker")
+_UNUSED_SECONDS = 30 * 24 * 3600
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | None] = {}
 
@@ -51,7 +59,7 @@ def _try_to_load() -> ctypes.CDLL | None:
 
 
 class KernelBuildError(Exception):
-    """There is no compiler, or it refuses our sources; the message says which."""
+    """There is no compiler, it refuses our sources, or what it made cannot be kept; the message says which."""
 
 
 def _compiled() -> Path:
@@ -59,8 +67,39 @@ def _compiled() -> Path:
     if compiler is None:
         raise KernelBuildError("no C++ compiler (c++, g++ or clang++) is installed")
     name = f"kernels-{_fingerprint(compiler)}"
-    directory = build_once(model_cache_dir().parent / "kernels", name, lambda target: _compile(compiler, target))
-    return directory / "kernels.so"
+    root = model_cache_dir().parent / "kernels"
+
+    def build(target: Path) -> None:
+        _compile(compiler, target)
+        _remove_unused(root)
+
+    directory = build_once(root, name, build, _is_whole)
+    if not _is_whole(directory):
+        raise KernelBuildError(f"{directory} does not keep what is written to it")
+    with contextlib.suppress(OSError):
+        os.utime(directory)  # in use: see `_remove_unused`
+    return directory / _LIBRARY
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether the library is, byte for byte, what was once compiled."""
+    try:
+        return (directory / _RECORD).read_text(encoding="ascii") == _record(directory / _LIBRARY)
+    except (OSError, ValueError):
+        return False
+
+
+def _record(library: Path) -> str:
+    content = library.read_bytes()
+    return f"{hashlib.sha256(content).hexdigest()} {len(content)}\n"
+
+
+def _remove_unused(root: Path) -> None:
+    """Libraries of older sources, and of machines long gone."""
+    for directory in root.glob("kernels-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - directory.stat().st_mtime > _UNUSED_SECONDS:
+                shutil.rmtree(directory)
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -74,16 +113,24 @@ def _compile(compiler: str, target: Path) -> None:
         for call in calls:
             call.result()
     # Linked without -fopenmp: that would bring a second OpenMP runtime, with threads that fight the first one's.
-    _call(compiler, "-shared", *map(str, objects.values()), "-o", str(target / "kernels.so"))
+    _call(compiler, "-shared", *map(str, objects.values()), "-o", str(target / _LIBRARY))
     for made in objects.values():
         made.unlink()
+    (target / _RECORD).write_text(_record(target / _LIBRARY), encoding="ascii")
 
 
 def _call(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
     if result.returncode != 0:
-        said = result.stderr.strip().splitlines() or ["it says nothing"]
-        raise KernelBuildError(f"{command[0]} failed: {said[0]}")
+        raise KernelBuildError(f"{command[0]} failed: {_reason(result.stderr)}")
+
+
+def _reason(said: str) -> str:
+    """The first line, and the last one that names a fault: a full disk is told of below many other lines."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["it says nothing"]
+    faults = [line for line in lines if "error" in line.lower() and not line.startswith(_ECHOES)]
+    full = [line for line in lines if "No space" in line]
+    return "; ".join(dict.fromkeys([lines[0], *(full or faults)[-1:]]))
 
 
 def _open(path: Path) -> ctypes.CDLL:

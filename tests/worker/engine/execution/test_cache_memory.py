@@ -51,6 +51,35 @@ def test_a_budget_that_holds_no_text_of_a_useful_length_is_refused_with_the_amou
         shape(0)
 
 
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [(0, "0 bytes holds no tokens"), (1000, "1000 bytes holds no"), (70_000, "68 KiB holds 16 tokens")],
+)
+def test_a_tiny_budget_is_told_in_units_that_show_it(budget, says):
+    with pytest.raises(CacheMemoryError, match=f"a cache of {says}"):
+        shape(budget)
+
+
+def test_the_amount_that_is_asked_for_is_never_rounded_down():
+    with pytest.raises(CacheMemoryError, match=r"room for 272: 2 MiB"):
+        cache_shape(
+            LAYERS, block_size=17, dtype=torch.float32, device=CPU, context_length=4096, max_batch=1, budget=5
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [900 * 10**12, 10**41, 10**400], ids=("terabytes", "silly", "endless"))
+def test_a_budget_beyond_what_is_free_is_refused_before_anything_is_taken(budget):
+    with pytest.raises(CacheMemoryError, match="free on this machine"):
+        shape(budget)
+
+
+def test_on_the_host_a_budget_may_be_all_that_is_free_and_not_a_byte_more(monkeypatch):
+    monkeypatch.setattr("worker.engine.execution.cache_memory.free_on_host", lambda: 64 * BYTES_PER_BLOCK)
+    assert shape(64 * BYTES_PER_BLOCK).blocks == 64
+    with pytest.raises(CacheMemoryError, match="asks for 4 MiB, and 4 MiB are free"):
+        shape(64 * BYTES_PER_BLOCK + 1)
+
+
 def test_a_model_with_a_short_context_needs_less():
     assert shape(3 * BYTES_PER_BLOCK, context_length=48).blocks == 3
     with pytest.raises(CacheMemoryError, match="room for 48"):
