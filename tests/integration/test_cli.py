@@ -227,7 +227,7 @@ def test_without_a_worker_nobody_is_said_to_answer_and_the_brokers_log_is_quiet(
 def test_a_model_that_cannot_be_loaded_ends_everything_with_a_sentence(data_dir: Path) -> None:
     done = run("up", "--model=/no/such/model", f"--port={free_port()}", f"--data-dir={data_dir}")
     assert done.returncode == 1
-    assert "/no/such/model is not a directory" in done.stdout
+    assert "/no/such/model is not there" in done.stdout
     assert "Ask it something" not in done.stdout
     assert "The worker could not begin (status 2)" in done.stderr
     assert_nothing_is_left(data_dir)
