@@ -27,14 +27,9 @@ STEP_SECONDS = 0.25
 
 
 def measure(settings: Settings) -> Measured:
-    """In a process of its own, with large pages where they can be had.
-
-    Our engine's threads wait as they do in `horde-worker`; transformers' spin, which is faster on an idle machine.
-    """
-    waiting = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"} if settings.engine == "paged" else {}
+    """In a process of its own, with large pages where they can be had."""
     environment = {
         **os.environ,
-        **waiting,
         "TQDM_DISABLE": "1",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "TRANSFORMERS_VERBOSITY": "error",

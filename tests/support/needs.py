@@ -51,6 +51,12 @@ def _docker() -> str | None:
     return reason
 
 
+def _compiler() -> str | None:
+    if any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        return None
+    return "no C++ compiler (c++, g++ or clang++) on PATH"
+
+
 def _cuda() -> str | None:
     if importlib.util.find_spec("torch") is None:
         return "the package torch is not installed"
@@ -65,6 +71,7 @@ def _redis() -> str | None:
 
 PROBES: dict[str, Callable[[], str | None]] = {
     "browser": _browser,
+    "compiler": _compiler,
     "cuda": _cuda,
     "docker": _docker,
     "model": _model,

@@ -12,9 +12,6 @@ from worker.engine.attention.backend import CacheShape, LayerShape
 from worker.engine.attention.choose import BackendUnusableError, choose_backend
 from worker.engine.attention.cpu import CpuKernelBackend
 from worker.engine.attention.gather import GatherBackend
-from worker.engine.kernels.bindings import load_kernels
-
-NEEDS_KERNELS = pytest.mark.skipif(load_kernels() is None, reason="the kernels cannot be built here")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +23,7 @@ def shape(dtype: torch.dtype = torch.float32, device: str = "cpu") -> CacheShape
     return CacheShape((LayerShape(4, 2, 8, 8),), 4, 16, dtype, torch.device(device))
 
 
-@NEEDS_KERNELS
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_gets_the_kernels(dtype, caplog):
     assert isinstance(choose_backend(shape(dtype)), CpuKernelBackend)

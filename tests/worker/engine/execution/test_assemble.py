@@ -12,11 +12,9 @@ import torch
 from tests.worker.engine.execution.restored_weights import restored
 from tests.worker.engine.paged_scenes import Run, fresh, make_engine, one_thread, pristine, request, run
 from worker.engine.execution.linear import choose_path
-from worker.engine.kernels.bindings import load_kernels
 from worker.models.loaded import LoadedModel
 from worker.models.quantise import Int8Linear, quantise
 
-needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="the C++ kernels cannot be built here")
 PROMPTS = {"a": "The capital of France", "b": "Once", "c": "In the beginning there was a word, and then another"}
 
 
@@ -64,7 +62,7 @@ def furthest(done: Run, exact: Any, tokenizer: Any) -> float:
     return found
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_a_llama_in_int8_keeps_the_fused_pass_and_the_logits_of_its_weights(in_int8):
     exact = restored(in_int8.model)
     engine = make_engine(loaded=in_int8)
@@ -72,7 +70,7 @@ def test_a_llama_in_int8_keeps_the_fused_pass_and_the_logits_of_its_weights(in_i
     assert furthest(written(engine), exact, in_int8.tokenizer) < 2e-4
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_layers_in_int8_that_cannot_be_fused_are_computed_by_our_kernels(in_int8):
     in_int8.model.config.hidden_act = "gelu"
     exact = restored(in_int8.model)

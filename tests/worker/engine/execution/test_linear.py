@@ -29,7 +29,6 @@ from worker.engine.kernels.linear_binding import WeightFormat, load_linear_kerne
 from worker.models.quantise import Int4Linear, Int8Linear, quantise
 
 KERNELS = load_linear_kernels()
-needs_kernels = pytest.mark.skipif(KERNELS is None, reason="the C++ kernels cannot be built here")
 
 
 def as_packed(weight: torch.Tensor, weight_format: WeightFormat) -> torch.Tensor:
@@ -47,7 +46,7 @@ def packed(weight: torch.Tensor, weight_format: WeightFormat):
     return pack_weight(KERNELS, weight.bfloat16() if bf16 else weight, weight_format)
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -78,7 +77,7 @@ def test_it_equals_a_product_in_double_precision(weight_format, rows, outputs, i
     assert ((got - expected).abs() <= 1e-6 * size + 1e-30).all()
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize(("outputs", "inputs"), [(960, 576), (97, 193)])
 def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(weight_format, outputs, inputs):
@@ -97,13 +96,13 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(weight_forma
         torch.set_num_threads(before)
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_bf16_weights_are_widened_exactly():
     weight = torch.randn(100, 65).bfloat16()
     assert torch.equal(packed(weight.float(), WeightFormat.BF16)(torch.eye(65)), weight.float().T)
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("weight_format", [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.BF16_PAIRS])
 def test_rows_of_a_packed_weight_can_be_read_back(weight_format):
     weight = torch.randn(101, 33).bfloat16().float()
@@ -113,7 +112,7 @@ def test_rows_of_a_packed_weight_can_be_read_back(weight_format):
         packed(weight, weight_format).rows(torch.tensor([101]))
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_a_nan_stays_in_its_row():
     weight = packed(torch.randn(64, 40), WeightFormat.BF16_PAIRS)
     x = torch.randn(12, 40)
@@ -125,7 +124,7 @@ def test_a_nan_stays_in_its_row():
     assert torch.equal(got[6:], clean[6:])
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_activations_may_be_columns_of_a_wider_buffer():
     weight = torch.randn(50, 20)
     x, out = torch.randn(9, 64), torch.zeros(9, 80)
@@ -135,7 +134,7 @@ def test_activations_may_be_columns_of_a_wider_buffer():
     assert not out[:, 57:].any()
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_what_does_not_fit_together_is_refused():
     weight = packed(torch.randn(50, 20), WeightFormat.FP32)
     x = torch.randn(3, 20)
@@ -205,7 +204,7 @@ def test_layers_of_other_types_and_subclasses_stay_as_they_are():
     assert isinstance(model[2], PackedLinear) or linear.choose_path(8, 8, torch.float32) is LinearPath.PLAIN
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_int8_is_within_half_a_step_of_the_weight():
     layer = nn.Linear(96, 70)
     model = nn.Sequential(copy.deepcopy(layer))
@@ -220,7 +219,7 @@ def int8_layer(out: int, inner: int) -> Int8Linear:
     return Int8Linear(torch.randn(out, inner) * torch.logspace(-3, 0, out)[:, None], torch.randn(out))
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "out", "inner"), [(1, 96, 64), (5, 61, 97), (40, 130, 576)])
 def test_layers_in_int8_are_computed_by_our_kernels_without_a_second_rounding(rows, out, inner, dtype):
@@ -241,7 +240,7 @@ def test_layers_in_int8_are_computed_by_our_kernels_without_a_second_rounding(ro
     assert "weight" not in dict(layer.named_buffers())
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("path", PATHS)
 def test_layers_of_one_model_keep_each_its_own_format(monkeypatch, path):
     """As when the output head is the embedding, and therefore not quantised."""
@@ -262,7 +261,7 @@ def test_layers_of_one_model_keep_each_its_own_format(monkeypatch, path):
     assert isinstance(model.embedding, PackedEmbedding) == (path is LinearPath.KERNELS)
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_a_layer_in_int8_that_stands_in_two_places_is_packed_once():
     layer, x = int8_layer(40, 40), torch.randn(3, 40)
     expected = layer(layer(x))
@@ -289,7 +288,7 @@ def test_a_quantised_model_of_any_kind_keeps_its_logits(name, kind):
         assert not [module for module in model.modules() if isinstance(module, Int8Linear)]
 
 
-@needs_kernels
+@pytest.mark.needs("compiler")
 def test_memory_for_weights_is_one_stretch_in_the_order_of_taking():
     memory = WeightMemory(3 * 640)
     parts = [memory.take(640) for _ in range(3)]

@@ -27,7 +27,7 @@ from worker.engine.scheduling.step_plan import Scheduled, StepPlan
 from worker.models.quantise import Int4Linear, quantise
 
 KERNELS = load_kernels()
-pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C++ kernels cannot be built here")
+pytestmark = pytest.mark.needs("compiler")
 
 NEW_TOKENS = 8
 CPU = torch.device("cpu")

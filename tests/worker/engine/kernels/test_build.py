@@ -21,7 +21,6 @@ from worker.engine.kernels.bindings import load_kernels
 
 ROOT = Path(__file__).parents[4]
 COMPILER = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler here")
 
 
 @pytest.fixture
@@ -100,7 +99,13 @@ def test_a_compiler_that_fails_means_no_kernels_and_nothing_half_built(
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_dir() and path.name.startswith("kernels-")]
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
+def test_where_there_is_a_compiler_there_are_kernels():
+    # Else everything would go on without them, here and in most other tests: slower, and right.
+    assert load_kernels() is not None
+
+
+@pytest.mark.needs("compiler")
 def test_a_user_without_a_home_has_the_kernels_among_the_temporary_files(
     program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,7 +140,7 @@ def test_kernels_that_are_switched_off_are_not_even_looked_for(
     assert not caplog.records
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
 def test_a_second_process_finds_the_library_compiled(program: Program) -> None:
     assert [program.run(), program.run()] == ["42", "42"]
     assert program.compiled == 1
@@ -155,7 +160,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_library_is_never_loaded_but_compiled_anew(
     program: Program,
@@ -174,7 +179,7 @@ def test_a_damaged_library_is_never_loaded_but_compiled_anew(
     assert program.compiled == 2
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
 def test_processes_that_find_a_damaged_library_at_once_compile_once(program: Program) -> None:
     assert program.run() == "42"
     os.truncate(program.directory / "kernels.so", 5000)
@@ -183,7 +188,7 @@ def test_processes_that_find_a_damaged_library_at_once_compile_once(program: Pro
     assert program.compiled == 2
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
 def test_a_library_nobody_has_used_for_a_month_goes_when_another_is_compiled(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,11 +229,10 @@ def test_of_what_a_failing_compiler_says_the_reason_is_kept(
     assert "terminated" not in caplog.text
 
 
+@pytest.mark.needs("compiler")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory map")
 def test_kernels_and_torch_share_one_openmp() -> None:
     """In a process of their own: other libraries may bring one into this one."""
-    if build.load_library() is None:
-        pytest.skip("the kernels cannot be built here")
     program = (
         "import torch; from worker.engine.kernels.build import load_library; assert load_library() is not None;"
         "torch.ones(10_000).sum(); print(open('/proc/self/maps').read())"
@@ -239,7 +243,7 @@ def test_kernels_and_torch_share_one_openmp() -> None:
     assert len(runtimes) <= 1
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86")
 def test_the_vectors_of_any_cpu_give_the_same_numbers(tmp_path: Path) -> None:
     """What a CPU without AVX-512 would run, on this one: the portable code beside every intrinsic."""
