@@ -15,7 +15,8 @@ class Pace:
         pause: between two pops while the broker has paused this worker.
         shortest_round: a broker that answers "nothing" at once (it knows no `wait`, or has too many polls) is asked
             no more often than this.
-        progress: between two posts that tell the broker which jobs are held; less where leases are short.
+        stream: between two posts while somebody waits for tokens that the broker does not hold yet.
+        progress: between two posts while nobody does: they tell which jobs are held; less where leases are short.
         stalled: a step of the engine that takes longer is taken for one that never ends: no more posts, so that the
             broker gives the jobs to somebody else.
         flush: how long results may still be delivered after a drain.
@@ -26,6 +27,7 @@ class Pace:
     longest_retry: float = 15.0
     pause: float = 30.0
     shortest_round: float = 2.0
+    stream: float = 0.05
     progress: float = 2.0
     stalled: float = 300.0
     flush: float = 60.0

@@ -1,15 +1,16 @@
-"""The HTTP client: a look at the key, pop, progress, submit; each call is made once, and a failure says whether trying again
-makes sense.
+"""The HTTP client: a look at the key, pop, progress, submit, and what is published of a model; each call is made once, and
+a failure says whether trying again makes sense.
 
 An instance belongs to one thread.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from email.utils import parsedate_to_datetime
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
 
 import requests
 
@@ -17,9 +18,13 @@ _CONNECT_SECONDS = 10.0
 _ANSWER_SECONDS = 30.0
 # A post of progress is one of many, and claims end while it hangs.
 _PROGRESS_SECONDS = 10.0
+# A tokenizer has megabytes, and a home connection sends slowly.
+_UPLOAD_SECONDS = 300.0
 _UNAVAILABLE = frozenset({408, 425, 429})
 # Reasons to be turned away that pass by themselves or when somebody acts; every other 403 is final.
 _PASSING = frozenset({"WorkerMaintenance", "WorkerFlaggedMaintenance", "TimeoutIP", "TooManyNewIPs"})
+
+Kind = Literal["text", "chat"]
 
 
 class BrokerUnavailableError(Exception):
@@ -40,6 +45,18 @@ class TurnedAwayError(Exception):
 
 class NoProgressRouteError(Exception):
     """This broker does not take progress, as AI Horde's own does not."""
+
+
+class NoChatRouteError(Exception):
+    """This broker hands out no chat, as AI Horde's own does not."""
+
+
+class NotPublishedError(Exception):
+    """The broker does not take this from us; the message says why. `permitted` is False where it takes nothing of ours."""
+
+    def __init__(self, message: str, *, permitted: bool) -> None:
+        super().__init__(message)
+        self.permitted = permitted
 
 
 class JobGoneError(Exception):
@@ -69,7 +86,7 @@ class BrokerClient:
 
     def __init__(self, url: str, api_key: str, agent: str) -> None:
         self.url = normalise_url(url)
-        self._answered = False
+        self._answered: set[Kind] = set()
         self._progress_taken = False
         self._session = requests.Session()
         self._session.headers.update({"apikey": api_key, "Client-Agent": agent})
@@ -86,26 +103,29 @@ class BrokerClient:
         if answer.status_code == 401 or (answer.status_code == 404 and rc == "UserNotFound"):
             raise TurnedAwayError(_unknown_key(message))
 
-    def pop(self, body: dict[str, Any], idempotency_key: str) -> dict[str, Any]:
+    def pop(self, body: dict[str, Any], idempotency_key: str, kind: Kind = "text") -> dict[str, Any]:
         """Ask for work; `body["wait"]` is how long the broker may take.
 
         Raises:
             BrokerUnavailableError: try again, with the same key: the broker may have answered, and the answer got lost.
             PausedError: try again later.
+            NoChatRouteError: do not try again with `chat`.
             TurnedAwayError: do not try again.
         """
         patience = float(body.get("wait", 0)) + _ANSWER_SECONDS
-        answer = self._call("POST", "generate/text/pop", patience, body, idempotency_key)
+        answer = self._call("POST", f"generate/{kind}/pop", patience, body, idempotency_key)
         if answer.status_code == 200:
             content = _json_object(answer)
-            self._answered = True
+            self._answered.add(kind)
             return content
         message, rc = _error(answer)
+        if kind == "chat" and answer.status_code in {404, 405} and not rc and kind not in self._answered:
+            raise NoChatRouteError(f"{self.url} hands out no chat")
         if answer.status_code == 403 and (rc in _PASSING or "maintenance mode" in message.lower()):
             raise PausedError(message)
         if answer.status_code == 401:
             raise TurnedAwayError(_unknown_key(message))
-        if answer.status_code == 404 and self._answered:
+        if answer.status_code == 404 and kind in self._answered:
             # It was a broker a moment ago: a proxy speaks while the broker restarts.
             raise BrokerUnavailableError(f"404 from {self.url}: {message}")
         if answer.status_code == 404:
@@ -131,14 +151,14 @@ class BrokerClient:
             raise NoProgressRouteError(f"{self.url} takes no progress")
         raise BrokerUnavailableError(f"{message} ({rc or answer.status_code})")
 
-    def submit(self, body: dict[str, Any], idempotency_key: str) -> float:
+    def submit(self, body: dict[str, Any], idempotency_key: str, kind: Kind = "text") -> float:
         """Deliver a result, a fault or a release; the reward, in kudos.
 
         Raises:
             BrokerUnavailableError: try again, with the same key.
             JobGoneError: do not try again.
         """
-        answer = self._call("POST", "generate/text/submit", _ANSWER_SECONDS, body, idempotency_key)
+        answer = self._call("POST", f"generate/{kind}/submit", _ANSWER_SECONDS, body, idempotency_key)
         if answer.status_code == 200:
             reward = _json_object(answer).get("reward", 0)
             return float(reward) if isinstance(reward, int | float) else 0.0
@@ -148,28 +168,107 @@ class BrokerClient:
             raise BrokerUnavailableError(f"404 from {self.url}: {message}")
         raise JobGoneError(f"{message} ({rc or answer.status_code})")
 
+    def has_tokenizer(self, revision: str) -> bool:
+        """Whether the broker knows this one.
+
+        Raises:
+            BrokerUnavailableError: try again.
+            NotPublishedError: it keeps none.
+        """
+        return self._is_there(f"tokenizers/{revision}", revision)
+
+    def put_tokenizer(self, revision: str, body: bytes) -> None:
+        """Publish a tokenizer; `body` is canonical JSON.
+
+        Raises:
+            BrokerUnavailableError: try again.
+            NotPublishedError: do not.
+        """
+        self._publish(f"tokenizers/{revision}", body)
+
+    def has_model_revision(self, model: str, revision: str) -> bool:
+        """Whether the broker knows this one.
+
+        Raises:
+            BrokerUnavailableError: try again.
+            NotPublishedError: it keeps none.
+        """
+        return self._is_there(_model_route(model, revision), revision)
+
+    def put_model_revision(self, model: str, revision: str, body: bytes) -> None:
+        """Publish what a model's revision is; `body` is JSON.
+
+        Raises:
+            BrokerUnavailableError: try again.
+            NotPublishedError: do not.
+        """
+        self._publish(_model_route(model, revision), body)
+
     def close(self) -> None:
         """Let go of the connection."""
         self._session.close()
 
+    def _is_there(self, route: str, revision: str) -> bool:
+        # What is asked about may have megabytes, and only whether it is there matters.
+        answer = self._call("GET", route, _ANSWER_SECONDS, headers={"If-None-Match": f'"{revision}"'}, stream=True)
+        with answer:
+            if answer.status_code != 404:
+                return answer.status_code in {200, 304}
+            _, rc = _error(answer)
+        if not rc:
+            raise NotPublishedError(f"{self.url} has no register of models", permitted=False)
+        return False
+
+    def _publish(self, route: str, body: bytes) -> None:
+        answer = self._call("PUT", route, _UPLOAD_SECONDS, body)
+        if answer.status_code not in {200, 201}:
+            message, rc = _error(answer)
+            permitted = answer.status_code not in {401, 403}
+            raise NotPublishedError(f"{message} ({rc or answer.status_code})", permitted=permitted)
+
     def _call(
-        self, method: str, route: str, patience: float, body: dict[str, Any] | None = None, key: str | None = None
+        self,
+        method: str,
+        route: str,
+        patience: float,
+        body: dict[str, Any] | bytes | None = None,
+        key: str | None = None,
+        *,
+        headers: dict[str, str] | None = None,
+        stream: bool = False,
     ) -> requests.Response:
+        headers = dict(headers or {})
+        if key is not None:
+            headers["Idempotency-Key"] = key
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if isinstance(body, dict):
+            # Without spaces: results with log probabilities come near what a broker takes in one body.
+            body = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
         try:
             answer = self._session.request(
                 method,
                 f"{self.url}/api/v2/{route}",
-                json=body,
-                headers={"Idempotency-Key": key} if key is not None else None,
+                data=body,
+                headers=headers,
                 timeout=(_CONNECT_SECONDS, patience),
                 allow_redirects=False,
+                stream=stream,
             )
+            if answer.status_code != 200:
+                # Read to its end here, where a connection that breaks off has its place.
+                _ = answer.content
         except requests.RequestException as error:
             raise BrokerUnavailableError(f"no answer from {self.url} ({_cause(error)})") from error
         if answer.status_code >= 500 or answer.status_code in _UNAVAILABLE:
             message, _ = _error(answer)
             raise BrokerUnavailableError(f"{answer.status_code} from {self.url}: {message}", _retry_after(answer))
         return answer
+
+
+def _model_route(model: str, revision: str) -> str:
+    """A name may have slashes of its own: those stay."""
+    return f"models/{quote(model)}/revisions/{revision}"
 
 
 def _unknown_key(message: str) -> str:

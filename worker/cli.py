@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 
+from worker.backoff import Pace
 from worker.broker import BrokerClient, BrokerUnavailableError, TurnedAwayError, normalise_url
+from worker.chat_template import render
 from worker.config import ConfigError, WorkerConfig, read_file
 from worker.display import log_lines, shown
 from worker.engine_options import (
     check_filled,
+    describe_model,
     engine_options,
     find_model,
     load_model,
@@ -24,6 +29,7 @@ from worker.engine_options import (
     prepare_process,
 )
 from worker.generate import generate
+from worker.publishing import Publication, Publisher
 from worker.status import Status
 
 log = logging.getLogger(__name__)
@@ -76,14 +82,21 @@ main.add_command(generate)
     "--max-batch", type=click.IntRange(1, 50),
     help="Texts generated side by side.  [default: 32; with the reference engine 1]",
 )  # fmt: skip
-@option("--max-length", type=click.IntRange(16, 4096), help="Longest answer, in tokens.  [default: 512]")
+@option(
+    "--max-length", type=click.IntRange(16, 4096),
+    help="Longest answer, in tokens.  [default: half the context, at most 4096]",
+)  # fmt: skip
 @option(
     "--max-context-length", type=click.IntRange(80, 1048576),
-    help="Longest prompt and answer together, in tokens.  [default: 2048, or less if the model reads less]",
+    help="Longest prompt and answer together, in tokens.  [default: what model and cache hold]",
 )  # fmt: skip
 @option(
     "--poll-wait", default=5, show_default=True, type=click.IntRange(0, 25),
     help="Seconds the broker may keep us waiting for a job.",
+)  # fmt: skip
+@option(
+    "--progress-interval", default=0.05, show_default=True, type=click.FloatRange(0.01, 2.0),
+    help="Seconds between two posts of what has been written for those who watch it.",
 )  # fmt: skip
 @option("--log-level", default="info", show_default=True, type=_LOG_LEVELS, help="Lowest level that is logged.")
 @option(
@@ -128,12 +141,13 @@ def _serve(config: WorkerConfig) -> str | None:
         raise click.BadParameter(f"{model_name!r} is not 3 to 255 characters long", param_hint="--announce-as")
     if (problem := _check_key(config)) is not None:
         return problem
-    engine = make_engine(config, load_model(config, source), config.batch)
+    loaded = load_model(config, source)
+    engine = make_engine(config, loaded, config.batch)
     try:
         max_length, max_context_length = config.lengths(engine.context_length)
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    pop_body = {
+    pop_body: dict[str, Any] = {
         "name": config.name,
         "models": [model_name],
         "max_length": max_length,
@@ -142,15 +156,38 @@ def _serve(config: WorkerConfig) -> str | None:
         "bridge_agent": _AGENT,
         "wait": config.poll_wait,
     }
+    publication = describe_model(config, source, loaded, engine, model_name)
+    if publication is not None:
+        pop_body["manifests"] = {model_name: publication.manifest.body()}
+
+    def client() -> BrokerClient:
+        return BrokerClient(config.broker, config.api_key, _AGENT)
+
     status = Status()
-    with shown(config.name, model_name, status, config.log_level) as say:
+    with shown(config.name, model_name, status, config.log_level) as say, _published(publication, client):
         worker = Worker(
             engine,
-            lambda: BrokerClient(config.broker, config.api_key, _AGENT),
+            client,
             pop_body,
             status=status,
             on_ready=lambda: say(f"worker {config.name} serves {model_name}"),
+            render=lambda messages: render(loaded.tokenizer, messages),
+            pace=Pace(stream=config.progress_interval),
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: worker.stop())
         return worker.run()
+
+
+@contextlib.contextmanager
+def _published(publication: Publication | None, client: Callable[[], BrokerClient]) -> Iterator[None]:
+    """Publish meanwhile, if there is something to."""
+    if publication is None:
+        yield
+        return
+    publisher = Publisher(client(), publication)
+    publisher.start()
+    try:
+        yield
+    finally:
+        publisher.stop()

@@ -28,6 +28,9 @@ _UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 
 _LARGEST_SIZE = 2**60
 
+# The longest that anybody can ask for, in tokens.
+_LONGEST_ANSWER, _LONGEST_CONTEXT = 4096, 1_048_576
+
 
 class ConfigError(Exception):
     """A setting makes no sense; the message names it."""
@@ -71,7 +74,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(EngineConfig):
-    """What `horde-worker run` was told. Lengths are tokens; None: chosen by the model."""
+    """What `horde-worker run` was told. Lengths are tokens; None: chosen by the model. `progress_interval` in seconds."""
 
     broker: str
     api_key: str = field(repr=False)
@@ -80,6 +83,7 @@ class WorkerConfig(EngineConfig):
     max_length: int | None
     max_context_length: int | None
     poll_wait: int
+    progress_interval: float
     log_level: str
 
     def lengths(self, context_length: int) -> tuple[int, int]:
@@ -88,13 +92,13 @@ class WorkerConfig(EngineConfig):
         Raises:
             ConfigError: what was asked for does not fit the model.
         """
-        context = self.max_context_length or min(2048, context_length)
+        context = self.max_context_length or min(_LONGEST_CONTEXT, context_length)
         if context > context_length:
             raise ConfigError(
                 f"--max-context-length {context} is more than the {context_length} tokens that this model reads and "
                 "its cache holds"
             )
-        length = self.max_length or min(512, context // 2)
+        length = self.max_length or min(_LONGEST_ANSWER, context // 2)
         if length >= context:
             raise ConfigError(f"--max-length {length} leaves no room for a prompt in a context of {context}")
         return length, context

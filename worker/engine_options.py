@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from worker.engine.interface import Engine
     from worker.models.load import ModelSource
     from worker.models.loaded import LoadedModel
+    from worker.publishing import Publication
+
+log = logging.getLogger(__name__)
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -154,3 +158,25 @@ def make_engine(config: EngineConfig, loaded: LoadedModel, batch: int) -> Engine
         raise click.BadParameter(str(error), param_hint="--model") from error
     except CacheMemoryError as error:
         raise click.UsageError(str(error)) from error
+
+
+def describe_model(
+    config: EngineConfig, source: ModelSource, loaded: LoadedModel, engine: Engine, name: str
+) -> Publication | None:
+    """What to announce and publish of what runs here; None, with a word why, if it can't be named: then chat is not served.
+
+    Runs a few tokens, so the engine must not serve yet.
+    """
+    from worker.manifest import PROBE_PROMPT, describe, run_probe
+    from worker.models.revision import NoRevisionError, model_revision, tokenizer_body, tokenizer_revision
+    from worker.publishing import Publication
+
+    try:
+        tokenizer = tokenizer_body(loaded.tokenizer)
+        revision = model_revision(source, config.quantize)
+    except NoRevisionError as error:
+        log.warning("%s is served for text only: %s", name, error)
+        return None
+    manifest = describe(engine, model_revision=revision, tokenizer_revision=tokenizer_revision(tokenizer))
+    probe = run_probe(engine, PROBE_PROMPT, [int(i) for i in loaded.tokenizer(PROBE_PROMPT).input_ids])
+    return Publication(name, manifest, tokenizer, loaded.context_length, probe)

@@ -7,34 +7,64 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from worker.broker import Kind
+from worker.chat_parameters import NotServedError, read_chat
 from worker.engine.interface import Finished, GenerationRequest
 from worker.formatting import OutputFormat
+from worker.job_output import JobOutput
 from worker.text_parameters import BadPayloadError, read_format, read_request
 
-State = Literal["ok", "faulted", "released"]
+State = Literal["ok", "faulted", "released", "rejected"]
+# Why a request can be at fault, in the broker's words.
+ErrorCode = Literal["context_length_exceeded", "unsupported_parameter"]
+_AS_IT_IS = OutputFormat()
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One attempt at one text; its id is the broker's, and the engine's request has the same."""
+    """One attempt at one text; its id is the broker's, and the engine's request has the same.
+
+    Args:
+        messages: to be rendered into the prompt by the model's own template; None: the request has its prompt.
+        attached: a client waits on an open connection, so that its output is told as it comes.
+        prefix_text: text of the request's `prefix`, as the client has it.
+        model_revision, tokenizer_revision: what the job is meant for; None: whatever goes by the model's name.
+    """
 
     id: str
+    kind: Kind
     model: str
     request: GenerationRequest
-    output_format: OutputFormat
+    output_format: OutputFormat = _AS_IT_IS
+    messages: list[dict[str, Any]] | None = None
+    attached: bool = False
+    prefix_text: str = ""
+    model_revision: str | None = None
+    tokenizer_revision: str | None = None
 
     @property
     def seed(self) -> int:
         """The seed it runs with."""
         return self.request.seed
 
+    @property
+    def streams(self) -> bool:
+        """Whether its output is told as it comes; not where a clean-up may still change what has been shown."""
+        return self.attached and self.output_format == _AS_IT_IS
+
+    def new_output(self) -> JobOutput:
+        """To be filled by one run of it."""
+        return JobOutput(self.request.prefix, self.prefix_text, with_logprobs=self.request.logprobs is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class UnreadableJob:
-    """A job whose payload makes no sense to us: it is handed back as faulted."""
+    """A job that cannot begin: its payload makes no sense, or, with an `error_code`, asks for what is not served."""
 
     id: str
+    kind: Kind
     message: str
+    error_code: ErrorCode | None = None
 
 
 def read_pop(answer: dict[str, Any]) -> list[Job | UnreadableJob]:
@@ -63,18 +93,49 @@ def _id(value: Any) -> str:
 
 
 def _read_job(job_id: str, answer: dict[str, Any]) -> Job | UnreadableJob:
+    kind: Kind = "chat" if answer.get("kind") == "chat" else "text"
     payload = answer.get("payload")
     if not isinstance(payload, dict):
-        return UnreadableJob(job_id, "payload is not an object")
+        return UnreadableJob(job_id, kind, "payload is not an object")
     seed = answer.get("seed")
     if isinstance(seed, bool) or not isinstance(seed, int):
         seed = secrets.randbits(31)
-    model = answer.get("model")
     try:
+        if kind == "chat":
+            return _read_chat_job(job_id, answer, payload, seed)
         request = read_request(job_id, payload, seed, cache_salt=_cache_salt(answer))
-        return Job(job_id, model if isinstance(model, str) else "", request, read_format(payload))
+        return Job(
+            job_id,
+            "text",
+            _text(answer, "model"),
+            request,
+            output_format=read_format(payload),
+            attached=answer.get("attached") is True,
+        )
     except BadPayloadError as error:
-        return UnreadableJob(job_id, str(error))
+        return UnreadableJob(job_id, kind, str(error))
+    except NotServedError as error:
+        return UnreadableJob(job_id, kind, str(error), "unsupported_parameter")
+
+
+def _read_chat_job(job_id: str, answer: dict[str, Any], payload: dict[str, Any], seed: int) -> Job:
+    chat = read_chat(job_id, payload, seed, cache_salt=_cache_salt(answer), prefix=answer.get("prefix_token_ids"))
+    return Job(
+        job_id,
+        "chat",
+        _text(answer, "model"),
+        chat.request,
+        messages=chat.messages,
+        attached=answer.get("attached") is True,
+        prefix_text=_text(answer, "prefix_text") if chat.request.prefix else "",
+        model_revision=_text(answer, "model_revision") or None,
+        tokenizer_revision=_text(answer, "tokenizer_revision") or None,
+    )
+
+
+def _text(answer: dict[str, Any], field: str) -> str:
+    value = answer.get(field)
+    return value if isinstance(value, str) else ""
 
 
 def _cache_salt(answer: dict[str, Any]) -> str:
@@ -89,6 +150,7 @@ class Submission:
     """What is told to the broker about a job; `idempotency_key` stays the same however often it is sent."""
 
     job_id: str
+    kind: Kind
     state: State
     generation: str
     seed: int = 0
@@ -107,27 +169,35 @@ class Submission:
         }
 
 
-def stored(job: Job, text: str, token_ids: list[int], finished: Finished) -> Submission:
+def stored(job: Job, output: JobOutput, finished: Finished) -> Submission:
     """The result of a job.
 
-    Token ids go along only where they decode to exactly this text: not after a clean-up, nor when a stop string cut
-    the text within a token.
+    A chat goes with all its ids, and the broker sees how they come to this text. For other text ids go along only where
+    they decode to exactly this: not after a clean-up, nor when a stop string cut the text within a token.
     """
+    text = output.text
     shown = job.output_format.apply(text)
-    extra: dict[str, Any] = {
-        "finish_reason": finished.reason.value,
-        "usage": {"prompt_tokens": finished.prompt_tokens, "completion_tokens": finished.completion_tokens},
-    }
-    if shown == text and finished.stop_string is None:
-        extra["token_ids"] = token_ids
-    return Submission(job.id, "ok", shown, job.seed, extra)
+    usage = {"prompt_tokens": finished.prompt_tokens, "completion_tokens": finished.completion_tokens}
+    extra: dict[str, Any] = {"finish_reason": finished.reason.value, "usage": usage}
+    if job.kind == "chat":
+        usage["cached_tokens"] = finished.cached_tokens
+        if (logprobs := output.logprobs) is not None:
+            extra["logprobs"] = logprobs
+    if job.kind == "chat" or (shown == text and finished.stop_string is None):
+        extra["token_ids"] = output.token_ids
+    return Submission(job.id, job.kind, "ok", shown, job.seed, extra)
 
 
-def faulted(job_id: str, seed: int = 0) -> Submission:
+def faulted(job_id: str, kind: Kind, seed: int = 0) -> Submission:
     """A job that failed here; the broker tries it elsewhere."""
-    return Submission(job_id, "faulted", "faulted", seed)
+    return Submission(job_id, kind, "faulted", "faulted", seed)
 
 
-def released(job_id: str, seed: int = 0) -> Submission:
+def released(job: Job) -> Submission:
     """A job handed back without blame."""
-    return Submission(job_id, "released", "", seed)
+    return Submission(job.id, job.kind, "released", "", job.seed)
+
+
+def rejected(job_id: str, kind: Kind, code: ErrorCode, seed: int = 0) -> Submission:
+    """A job whose request is itself at fault, so that nobody else need try it."""
+    return Submission(job_id, kind, "rejected", "", seed, {"error_code": code})

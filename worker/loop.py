@@ -14,13 +14,14 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from worker.backoff import Pace
-from worker.broker import BrokerClient
-from worker.engine.interface import Delta, Engine, Event, Failed, Finished, RequestRefusedError
-from worker.jobs import Job, UnreadableJob, faulted, released, stored
+from worker.broker import BrokerClient, Kind
+from worker.engine.interface import Delta, Engine, Event, Failed, Finished, GenerationRequest, RequestRefusedError
+from worker.job_output import JobOutput
+from worker.jobs import ErrorCode, Job, UnreadableJob, faulted, rejected, released, stored
 from worker.messages import Inbox, JobsStopped, Message, Popped, PoppingEnded, StopWanted, SubmittingEnded
 from worker.popper import Popper
 from worker.progress_poster import ProgressPoster
@@ -35,12 +36,14 @@ _AHEAD_SHARE = 8
 # Steps that fail as a whole, one after another, before the engine counts as broken.
 _BROKEN_AFTER = 3
 
+# Token ids of a conversation, by the model's own chat template; raises RequestRefusedError.
+Render = Callable[[list[dict[str, Any]]], tuple[int, ...]]
+
 
 @dataclass(slots=True)
 class _Running:
     job: Job
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    output: JobOutput
     begun: float = field(default_factory=time.monotonic)
 
 
@@ -50,7 +53,8 @@ class Worker:
     Args:
         engine: driven from the thread that calls `run`.
         clients: makes a client; each thread gets its own.
-        pop_body: the body of every pop.
+        pop_body: the body of every pop; with `manifests` in it, chat is served too.
+        render: for chats that come as messages.
         status: told what happens.
         on_ready: called once, when the broker has answered the first pop.
         pace: how long it waits where it has to.
@@ -64,9 +68,12 @@ class Worker:
         *,
         status: Status,
         on_ready: Callable[[], None],
+        render: Render | None = None,
         pace: Pace = Pace(),  # noqa: B008  frozen
     ) -> None:
         self._engine = engine
+        self._manifests: dict[str, dict[str, Any]] = pop_body.get("manifests") or {}
+        self._render = render
         self._status = status
         self._pace = pace
         self._inbox: Inbox = queue.SimpleQueue()
@@ -148,11 +155,29 @@ class Worker:
             self._popper.free_seat()
         elif isinstance(job, UnreadableJob):
             log.warning("job %s cannot be read: %s", job.id, job.message)
-            self._submit_fault(job.id, 0)
+            if job.error_code is None:
+                self._submit_fault(job.id, job.kind)
+            else:
+                self._reject(job.id, job.kind, job.error_code)
         elif self._stops or self._fatal is not None:
-            self._submitter.put(released(job.id, job.seed))
+            self._submitter.put(released(job))
+        elif (other := self._other_revision(job)) is not None:
+            log.warning("job %s is handed back: it is for the %s", job.id, other)
+            self._submitter.put(released(job))
+            self._popper.free_seat()
         else:
             self._waiting.append(job)
+
+    def _other_revision(self, job: Job) -> str | None:
+        """Which revision a chat is meant for, in words, if it is not ours: its ids would mean other text here."""
+        manifest = self._manifests.get(job.model)
+        if job.kind != "chat" or manifest is None:
+            return None
+        for field_name in ("model_revision", "tokenizer_revision"):
+            wanted = getattr(job, field_name)
+            if wanted is not None and wanted != manifest[field_name]:
+                return f"{field_name.replace('_', ' ')} {wanted}"
+        return None
 
     def _drop(self, job_id: str, reason: str) -> None:
         """The broker has settled this one itself. It is not ours any more, so nothing is submitted; one that has just
@@ -190,24 +215,47 @@ class Worker:
 
     def _release_waiting(self) -> None:
         while self._waiting:
-            job = self._waiting.popleft()
-            self._submitter.put(released(job.id, job.seed))
+            self._submitter.put(released(self._waiting.popleft()))
 
     def _fill_engine(self) -> None:
         while self._waiting and self._engine.capacity > 0:
             job = self._waiting.popleft()
             try:
                 with self._progress.watched_step():
-                    self._engine.add(job.request)
+                    self._engine.add(self._request(job))
             except RequestRefusedError as error:
                 log.warning("job %s refused: %s", job.id, error)
-                self._submit_fault(job.id, job.seed)
+                self._refuse(job, error)
             except Exception:
                 log.exception("job %s could not begin", job.id)
-                self._submit_fault(job.id, job.seed)
+                self._submit_fault(job.id, job.kind, job.seed)
             else:
-                self._running[job.id] = _Running(job)
+                output = job.new_output()
+                self._running[job.id] = _Running(job, output)
                 self._progress.set_stage(job.id, "started")
+                if job.streams:
+                    self._progress.follow(job.id, output)
+
+    def _request(self, job: Job) -> GenerationRequest:
+        """What the engine is to do for a job.
+
+        Raises:
+            RequestRefusedError: its messages cannot be made into a prompt.
+        """
+        if job.messages is None:
+            return job.request
+        if self._render is None:
+            raise RequestRefusedError("invalid_request", "messages cannot be rendered here")
+        return replace(job.request, prompt=self._render(job.messages))
+
+    def _refuse(self, job: Job, error: RequestRefusedError) -> None:
+        """A chat that can't run anywhere ends as what it is; a text, whose broker knows no such end, as a fault."""
+        if job.kind == "text":
+            self._submit_fault(job.id, job.kind, job.seed)
+        elif error.code == "context_length_exceeded":
+            self._reject(job.id, job.kind, "context_length_exceeded", job.seed)
+        else:
+            self._reject(job.id, job.kind, "unsupported_parameter", job.seed)
 
     def _step(self) -> None:
         try:
@@ -220,12 +268,14 @@ class Worker:
         self._failed_steps = 0
         for event in events:
             self._handle(event)
+        if any(self._is_watched(event) for event in events):
+            self._progress.has_news()
 
     def _after_failed_step(self) -> None:
         """Nobody knows who did it, so nothing that was in the engine can be trusted."""
         for job_id, running in list(self._running.items()):
             self._engine.abort(job_id)
-            self._submit_fault(job_id, running.job.seed)
+            self._submit_fault(job_id, running.job.kind, running.job.seed)
         self._running.clear()
         self._failed_steps += 1
         if self._failed_steps >= _BROKEN_AFTER:
@@ -237,25 +287,36 @@ class Worker:
             return
         match event:
             case Delta(_, token_ids, text):
-                if not running.token_ids:
+                if not running.output.begun:
                     self._progress.set_stage(event.request_id, "decode")
-                running.text.append(text)
-                running.token_ids += token_ids
+                running.output.add(token_ids, text, event.logprobs)
                 self._status.add_tokens(len(token_ids))
             case Finished():
                 del self._running[event.request_id]
                 seconds = time.monotonic() - running.begun
                 log.info("job %s finished: %d tokens in %.1f s", running.job.id, event.completion_tokens, seconds)
-                self._submitter.put(stored(running.job, "".join(running.text), running.token_ids, event))
+                # The result has all of it: a post beside it would only be late.
+                self._progress.follow(running.job.id, None)
+                self._submitter.put(stored(running.job, running.output, event))
                 self._popper.free_seat()
             case Failed(_, message):
                 del self._running[event.request_id]
                 log.warning("job %s failed: %s", running.job.id, message)
-                self._submit_fault(running.job.id, running.job.seed)
+                self._submit_fault(running.job.id, running.job.kind, running.job.seed)
 
-    def _submit_fault(self, job_id: str, seed: int) -> None:
+    def _is_watched(self, event: Event) -> bool:
+        """Whether somebody waits for what this brought; what has ended is told by its result."""
+        running = self._running.get(event.request_id)
+        return running is not None and running.job.streams
+
+    def _submit_fault(self, job_id: str, kind: Kind, seed: int = 0) -> None:
         self._status.add_failed()
-        self._submitter.put(faulted(job_id, seed))
+        self._progress.follow(job_id, None)
+        self._submitter.put(faulted(job_id, kind, seed))
+        self._popper.free_seat()
+
+    def _reject(self, job_id: str, kind: Kind, code: ErrorCode, seed: int = 0) -> None:
+        self._submitter.put(rejected(job_id, kind, code, seed))
         self._popper.free_seat()
 
     def _show(self) -> None:
@@ -264,13 +325,14 @@ class Worker:
         if figures.waiting == 0:
             # The engine has begun with all it holds, so those without a token are at their prompt.
             for job_id, running in self._running.items():
-                if not running.token_ids:
+                if not running.output.begun:
                     self._progress.set_stage(job_id, "prefill")
 
     def _hand_back_everything(self) -> None:
         for job_id, running in self._running.items():
             self._engine.abort(job_id)
-            self._submitter.put(released(job_id, running.job.seed))
+            self._progress.follow(job_id, None)
+            self._submitter.put(released(running.job))
         self._running.clear()
         self._release_waiting()
         self._show()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from worker.backoff import Pace
-from worker.broker import BrokerClient, BrokerUnavailableError, PausedError, TurnedAwayError
+from worker.broker import BrokerClient, BrokerUnavailableError, Kind, NoChatRouteError, PausedError, TurnedAwayError
 from worker.jobs import Job, UnreadableJob, read_pop
 from worker.messages import Inbox, Popped, PoppingEnded
 from worker.progress_poster import ProgressPoster
@@ -27,7 +27,8 @@ class Popper(threading.Thread):
 
     Args:
         client: this thread's own.
-        body: of the pop, without `slots` and `progress`; its `wait` bounds how long stopping takes.
+        body: of the pop, without `slots` and `progress`; its `wait` bounds how long stopping takes. With `manifests` in
+            it, chat is asked for as well as text, from a broker that has it.
         seats: jobs that may be here at a time; the loop frees one with `free_seat`.
         inbox: gets `Popped`, and at the end `PoppingEnded`.
         progress: told of every job, so that it is named in time however busy the loop is.
@@ -60,6 +61,7 @@ class Popper(threading.Thread):
         # Below 0 when more jobs came than were asked for: they are kept, and the next pop waits until they have left.
         self._free_seats = seats
         self._messages_seen: set[str] = set()
+        self._serves_chat = bool(body.get("manifests"))
 
     def free_seat(self) -> None:
         """A job has left."""
@@ -102,12 +104,17 @@ class Popper(threading.Thread):
     def _pop_some(self, slots: int) -> list[Job | UnreadableJob]:
         """One pop, sent again with its key until it is answered: an answer that got lost may have held jobs."""
         key = str(uuid.uuid4())
-        body = {**self._body, "slots": slots, **({"progress": True} if self._progress.wanted else {})}
+        kind, body = self._question(slots)
         last_try = False
         while True:
             begun = time.monotonic()
             try:
-                answer = self._client.pop(body, key)
+                answer = self._client.pop(body, key, kind)
+            except NoChatRouteError as error:
+                log.info("%s: only text is served", error)
+                self._serves_chat = False
+                kind, body = self._question(slots)
+                continue
             except BrokerUnavailableError as error:
                 if last_try:
                     return []
@@ -126,6 +133,14 @@ class Popper(threading.Thread):
             if not jobs:
                 self._stopping.wait(max(0.0, self._pace.shortest_round - (time.monotonic() - begun)))
             return jobs
+
+    def _question(self, slots: int) -> tuple[Kind, dict[str, Any]]:
+        """The kind of pop, and its body. A chat is only for a worker that tells how it gets on."""
+        promise = {"progress": True} if self._progress.wanted else {}
+        if self._serves_chat and promise:
+            return "chat", {**self._body, "kinds": ["text", "chat"], "slots": slots, **promise}
+        plain = {name: value for name, value in self._body.items() if name != "manifests"}
+        return "text", {**plain, "slots": slots, **promise}
 
     def _welcome(self, answer: dict[str, Any]) -> None:
         self._backoff.reset()

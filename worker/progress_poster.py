@@ -1,8 +1,12 @@
-"""Tells the broker which jobs are held, in a thread of its own, and hears from it which of them to stop.
+"""Tells the broker which jobs are held and what they have produced, in a thread of its own, and hears from it which of
+them to stop.
 
 A job is named from the moment it was popped until its result has been taken, so that its lease lives as long as the
-work does: also while the engine is within a step, and while a finished text waits for a broker that is away. A broker
-without this route is noticed by its 404 and left alone from then on.
+work does: also while the engine is within a step, and while a finished text waits for a broker that is away. Of a job
+that somebody waits for, each post carries what the broker does not hold yet; a post that fails is made again from what
+it holds then. A broker without this route is noticed by its 404 and left alone from then on.
+
+No lock is held while a post is built or on its way: the engine's thread never waits for more than a look at a dict.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any, Literal
 
 from worker.backoff import Pace
 from worker.broker import BrokerClient, BrokerUnavailableError, NoProgressRouteError
+from worker.job_output import JobOutput, Room
 from worker.messages import Inbox, JobsStopped
 
 log = logging.getLogger(__name__)
@@ -26,22 +31,41 @@ Stage = Literal["queued", "started", "prefill", "decode"]
 _POSTS_A_LEASE = 4
 # As many as a broker takes in one post. Only results that pile up undelivered come near it; then the newest count.
 _MOST_JOBS = 200
+# What a broker reads as one body, in bytes and in arrays and objects, less what a post has around its jobs.
+_MOST_BYTES, _MOST_CONTAINERS = (1 << 20) - 4096, 10_000 - 16
+# Of an entry without its tokens: an id may be any text, but a broker's own are short.
+_BYTES_A_JOB, _CONTAINERS_A_JOB = 256, 3
 
 
 @dataclass(slots=True)
 class _Held:
+    """One job; `output` while it is to be told. A broker that took nothing of what it was last sent, as one does with a long
+    text from time to time, is told no more of it before `again`; the pause doubles with each time."""
+
     stage: Stage = "queued"
     ttl: float | None = None
+    output: JobOutput | None = None
+    again: float = 0.0
+    pause: float = 0.0
+
+    def has_news(self, now: float) -> bool:
+        """Whether there is something to tell, and now."""
+        return self.output is not None and self.output.unsent and now >= self.again
+
+    def told(self, now: float, *, advanced: bool, shortest: float, longest: float) -> None:
+        """The broker has answered, and holds more than before or not."""
+        self.pause = 0.0 if advanced else min(max(2 * self.pause, shortest), longest)
+        self.again = now + self.pause
 
 
 class ProgressPoster(threading.Thread):
-    """Posts at once when jobs have come, and then at a steady pace while any is held.
+    """Posts at once when jobs have come, often while they produce something that somebody waits for, else steadily.
 
     Args:
         client: this thread's own.
         worker_name: as popped with.
         inbox: gets `JobsStopped`.
-        pace: `progress` and `stalled` are used.
+        pace: `stream`, `progress` and `stalled` are used.
     """
 
     def __init__(self, client: BrokerClient, worker_name: str, *, inbox: Inbox, pace: Pace) -> None:
@@ -53,7 +77,9 @@ class ProgressPoster(threading.Thread):
         self._backoff = pace.backoff()
         self._changed = threading.Condition()
         self._held: dict[str, _Held] = {}
-        self._due = 0.0
+        # When the next post is due in any case, when the last one was, and before when there is to be none.
+        self._due = self._posted = self._not_before = 0.0
+        self._waits_for_news = False
         self._closed = False
         self._wanted = True
         self._step_begun: float | None = None
@@ -84,6 +110,19 @@ class ProgressPoster(threading.Thread):
             if job_id in self._held:
                 self._held[job_id].stage = stage
 
+    def follow(self, job_id: str, output: JobOutput | None) -> None:
+        """Tell what is in this as it grows; None: no more, the result says it all."""
+        with self._changed:
+            if job_id in self._held:
+                self._held[job_id].output = output
+
+    def has_news(self) -> None:
+        """Something that is followed has grown."""
+        with self._changed:
+            if self._waits_for_news:
+                self._waits_for_news = False
+                self._changed.notify()
+
     def let_go(self, job_id: str) -> None:
         """The broker knows how this one ended."""
         with self._changed:
@@ -109,8 +148,8 @@ class ProgressPoster(threading.Thread):
     def run(self) -> None:
         """The thread."""
         try:
-            while (body := self._next_post()) is not None:
-                self._post(body)
+            while (held := self._next_post()) is not None:
+                self._post(held)
         except NoProgressRouteError as error:
             log.info("%s: jobs are worked off without it", error)
         except Exception:
@@ -120,18 +159,29 @@ class ProgressPoster(threading.Thread):
                 self._wanted = False
             self._client.close()
 
-    def _next_post(self) -> dict[str, Any] | None:
-        """The body of the next post, waiting for its time; None once closed."""
+    def _next_post(self) -> list[tuple[str, _Held]] | None:
+        """The jobs to post about, waiting for the time to do so; None once closed."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
-                if self._held and now >= self._due:
-                    self._due = now + self._interval()
+                due = self._next_due()
+                if due is not None and now >= due:
+                    self._posted, self._due, self._waits_for_news = now, now + self._interval(), False
                     if not self._is_stalled(now):
-                        jobs = [{"id": job_id, "state": held.stage} for job_id, held in self._held.items()]
-                        return {"worker": self._worker_name, "jobs": jobs[-_MOST_JOBS:]}
-                self._changed.wait(max(0.0, self._due - now) if self._held else None)
+                        return list(self._held.items())[-_MOST_JOBS:]
+                    continue
+                self._changed.wait(due if due is None else due - now)
         return None
+
+    def _next_due(self) -> float | None:
+        """When to post; None while there is nothing to post about."""
+        if not self._held:
+            return None
+        now = time.monotonic()
+        self._waits_for_news = not any(held.has_news(now) for held in self._held.values())
+        due = self._due if self._waits_for_news else min(self._due, self._posted + self._pace.stream)
+        pauses = [held.again for held in self._held.values() if held.has_news(held.again) and held.again > now]
+        return max(min([due, *pauses]), self._not_before)
 
     def _interval(self) -> float:
         ttls = [held.ttl for held in self._held.values() if held.ttl is not None]
@@ -145,27 +195,53 @@ class ProgressPoster(threading.Thread):
             log.error("the engine has not come back for %.0f s; its jobs are left to others", self._pace.stalled)
         return True
 
-    def _post(self, body: dict[str, Any]) -> None:
+    def _post(self, held: list[tuple[str, _Held]]) -> None:
+        body, told = self._body(held)
         try:
             answer = self._client.post_progress(body)
         except BrokerUnavailableError as error:
             delay = self._backoff.next(error.retry_after)
             log.warning("the broker was not told about running jobs (%s); again in %.1f s", error, delay)
             with self._changed:
-                self._due = time.monotonic() + delay
+                self._due = self._not_before = time.monotonic() + delay
             return
         self._backoff.reset()
         reasons = {str(entry["id"]): str(entry.get("reason")) for entry in _entries(answer, "stop")}
+        taken = {str(entry["id"]): entry for entry in _entries(answer, "jobs")}
+        for job_id, output in told.items():
+            accepted = taken.get(job_id, {}).get("accepted")
+            advanced = isinstance(accepted, int) and output.accept(accepted)
+            with self._changed:
+                if job_id in self._held:
+                    self._held[job_id].told(
+                        time.monotonic(), advanced=advanced, shortest=self._pace.stream, longest=self._pace.progress
+                    )
         with self._changed:
-            for entry in _entries(answer, "jobs"):
-                held, ttl = self._held.get(str(entry["id"])), entry.get("ttl")
-                if held is not None and isinstance(ttl, int | float) and ttl >= 1:
-                    held.ttl = float(ttl)
+            for job_id, entry in taken.items():
+                here, ttl = self._held.get(job_id), entry.get("ttl")
+                if here is not None and isinstance(ttl, int | float) and ttl >= 1:
+                    here.ttl = float(ttl)
             for job_id in reasons:
                 self._held.pop(job_id, None)
             self._due = min(self._due, time.monotonic() + self._interval())
         if reasons:
             self._inbox.put(JobsStopped(reasons))
+
+    def _body(self, held: list[tuple[str, _Held]]) -> tuple[dict[str, Any], dict[str, JobOutput]]:
+        """A post about these jobs, and the outputs that it has something of."""
+        room = Room(_MOST_BYTES - _BYTES_A_JOB * len(held), _MOST_CONTAINERS - _CONTAINERS_A_JOB * len(held))
+        now = time.monotonic()
+        entries: list[dict[str, Any]] = []
+        told: dict[str, JobOutput] = {}
+        for job_id, job in held:
+            entry: dict[str, Any] = {"id": job_id, "state": job.stage}
+            # Read once: the loop may take it away meanwhile.
+            output = job.output
+            if output is not None and now >= job.again and (chunk := output.next_chunk(room)) is not None:
+                entry |= chunk.body()
+                told[job_id] = output
+            entries.append(entry)
+        return {"worker": self._worker_name, "jobs": entries}, told
 
 
 def _entries(answer: dict[str, Any], field: str) -> list[dict[str, Any]]:

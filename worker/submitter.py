@@ -119,7 +119,7 @@ class Submitter(threading.Thread):
     def _deliver(self, parcel: _Parcel) -> None:
         submission = parcel.submission
         try:
-            reward = self._client.submit(submission.body(), submission.idempotency_key)
+            reward = self._client.submit(submission.body(), submission.idempotency_key, submission.kind)
         except JobGoneError as error:
             log.warning("job %s dropped: %s", submission.job_id, error)
             if submission.state == "ok":

@@ -56,6 +56,23 @@ def read_request(job_id: str, payload: dict[str, Any], seed: int, *, cache_salt:
     )
 
 
+def finite_number(value: Any, field: str) -> float:
+    """The value of a field as a number.
+
+    Raises:
+        BadPayloadError: it is none, or is not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadPayloadError(f"{field} is not a number")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise BadPayloadError(f"{field} is too large a number") from error
+    if not math.isfinite(number):
+        raise BadPayloadError(f"{field} is not a finite number")
+    return number
+
+
 def read_format(payload: dict[str, Any]) -> OutputFormat:
     """The formatting flags of a pop's `payload`.
 
@@ -109,17 +126,7 @@ def _stop_strings(payload: dict[str, Any]) -> tuple[str, ...]:
 
 def _number(payload: dict[str, Any], field: str, default: float) -> float:
     value = payload.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadPayloadError(f"{field} is not a number")
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise BadPayloadError(f"{field} is too large a number") from error
-    if not math.isfinite(number):
-        raise BadPayloadError(f"{field} is not a finite number")
-    return number
+    return default if value is None else finite_number(value, field)
 
 
 def _integer(payload: dict[str, Any], field: str, default: int) -> int:

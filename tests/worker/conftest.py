@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def start(broker: PlayedBroker) -> Iterator[Callable[..., Started]]:
     """Starts workers at the played broker, and sees that they end."""
     made: list[Started] = []
 
-    def starter(**settings: float) -> Started:
+    def starter(**settings: Any) -> Started:
         made.append(Started(broker, **settings))
         return made[-1]
 

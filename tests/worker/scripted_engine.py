@@ -16,6 +16,7 @@ from worker.engine.interface import (
     FinishReason,
     GenerationRequest,
     RequestRefusedError,
+    TokenLogprob,
 )
 
 # How long a step takes in which nothing is scripted to happen.
@@ -44,6 +45,8 @@ class ScriptedEngine(Engine):
     def add(self, request: GenerationRequest) -> None:
         if request.prompt == "unfit":
             raise RequestRefusedError("invalid_request", "unfit")
+        if request.prompt == "too long":
+            raise RequestRefusedError("context_length_exceeded", "too long")
         if request.prompt == "breaks add":
             raise RuntimeError("add broke")
         with self._changed:
@@ -93,6 +96,17 @@ class ScriptedEngine(Engine):
         half = len(text) // 2
         first, second = (Delta(job_id, tuple(map(ord, piece)), piece) for piece in (text[:half], text[half:]))
         self._script(job_id, [first], [second, Finished(job_id, FinishReason.LENGTH, 3, len(text))])
+
+    def says(self, job_id: str, *pieces: tuple[str, str], logprobs: bool = False) -> None:
+        """A step for each piece: the characters whose numbers are its token ids, and the text that is shown with it."""
+        for characters, text in pieces:
+            ids = tuple(map(ord, characters))
+            told = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (0, -1.5))) for i in ids) if logprobs else ()
+            self._script(job_id, [Delta(job_id, ids, text, 0, told)])
+
+    def ends(self, job_id: str, tokens: int, reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> None:
+        """A step in which a job's text is over, with that many tokens."""
+        self._script(job_id, [Finished(job_id, reason, 3, tokens, stop, cached_tokens=2)])
 
     def begins(self, job_id: str) -> None:
         """A step in which a job gets its first token."""

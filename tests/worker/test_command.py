@@ -15,12 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from tests.worker.played_broker import FIND_USER, PATIENCE, POP, Answer, PlayedBroker
+from tests.worker.played_broker import CHAT_POP, FIND_USER, PATIENCE, Answer, PlayedBroker
 from worker.cli import main
 from worker.config import ConfigError, WorkerConfig, parse_size, read_file
 from worker.display import panel
 from worker.engine.interface import EngineStatistics
 from worker.engine_options import prepare_process
+from worker.models.load import ModelSource
+from worker.models.revision import model_revision
 from worker.status import Status
 
 KEY = "canary-key-1234567890"
@@ -77,7 +79,8 @@ def test_a_missing_option_is_named_with_its_variable(told, option):
         ("--broker", "localhost"), ("--max-batch", "0"), ("--max-batch", "many"), ("--max-length", "15"),
         ("--max-context-length", "79"), ("--device", "tpu"), ("--dtype", "int3"), ("--poll-wait", "26"),
         ("--engine", "fast"), ("--quantize", "int2"), ("--kv-cache-memory", "2"), ("--kv-cache-memory", "0MB"),
-        ("--max-batch", "51"), ("--name", " "), ("--api-key", "with\nnewline"),
+        ("--max-batch", "51"), ("--progress-interval", "0.001"), ("--progress-interval", "3"),
+        ("--name", " "), ("--api-key", "with\nnewline"),
         ("--config", "/does/not/exist.yaml"), ("--log-level", "loud"),
     ],
 )  # fmt: skip
@@ -173,14 +176,17 @@ def test_the_batch_is_large_unless_the_engine_takes_turns(told):
 def config(**changes) -> WorkerConfig:
     usual = {
         "broker": "http://h", "api_key": KEY, "name": "w", "model": "m", "announce_as": None, "max_length": None,
-        "max_context_length": None, "poll_wait": 5, "log_level": "info",
+        "max_context_length": None, "poll_wait": 5, "progress_interval": 0.05, "log_level": "info",
     }  # fmt: skip
     return WorkerConfig(**{**usual, **changes})
 
 
 def test_lengths_come_from_the_model_and_must_fit_it():
-    assert config().lengths(8192) == (512, 2048)
+    assert config().lengths(8192) == (4096, 8192)
     assert config().lengths(512) == (256, 512)
+    assert config().lengths(131072) == (4096, 131072)
+    assert config().lengths(10_000_000) == (4096, 1_048_576)
+    assert config(max_context_length=1000).lengths(8192) == (500, 1000)
     assert config(max_length=100, max_context_length=4096).lengths(8192) == (100, 4096)
     with pytest.raises(ConfigError, match="--max-context-length"):
         config(max_context_length=4096).lengths(2048)
@@ -255,7 +261,7 @@ def process(broker, patient_model, tmp_path):
         # Loading torch on a busy machine takes longer than anything else here.
         for _ in range(120):
             with broker.changed:
-                if broker.changed.wait_for(lambda: broker.made(POP), 0.5):
+                if broker.changed.wait_for(broker.pops, 0.5):
                     return made[-1]
             assert made[-1].process.poll() is None, (tmp_path / "log").read_text()
         raise AssertionError((tmp_path / "log").read_text())
@@ -277,7 +283,7 @@ def test_a_key_that_is_nobodys_is_noticed_before_the_model_is_loaded(broker, pat
     assert code == 1
     assert "Stopped: the broker does not know this API key" in log
     assert "loading" not in log
-    assert not broker.made(POP)
+    assert not broker.pops()
 
 
 @pytest.mark.parametrize(
@@ -295,30 +301,40 @@ def test_openmp_waits_calmly_unless_the_environment_says_otherwise(monkeypatch, 
     assert {n: v for n, v in os.environ.items() if n.startswith(("OMP_", "GOMP_"))} == used
 
 
-def test_a_worker_serves_drains_on_sigterm_and_never_shows_its_key(broker, process, monkeypatch):
+def test_a_worker_serves_drains_on_sigterm_and_never_shows_its_key(broker, process, patient_model, monkeypatch):
     # Has libgomp say how it was set up, once it is loaded with torch.
     monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     worker = process()
     broker.give("j", "canary prompt", max_length=20, temperature=0, seed=1)
-    broker.wait_until(lambda: "j" in broker.settled)
+    broker.give_chat("c", prompt_token_ids=None, messages=None, prompt="canary chat", max_new_tokens=20)
+    broker.wait_until(lambda: len(broker.settled) == 2 and len(broker.published) == 2)
     worker.signal(signal.SIGTERM)
     code, output, log = worker.ended()
     assert code == 0, log
     assert output == "worker w serves tiny-llama\n"
     assert "job j delivered, 1.50 kudos" in log
     assert KEY not in output + log
-    assert "canary prompt" not in log
+    assert "job c delivered, 1.50 kudos" in log
+    assert "canary" not in log.replace(KEY, "")
+    assert broker.held["c"].token_ids == broker.settled["c"]["token_ids"][: len(broker.held["c"].token_ids)]
     if "OPENMP DISPLAY ENVIRONMENT" in log:
         assert "OMP_WAIT_POLICY = 'PASSIVE'" in log
     [result] = [broker.settled["j"]]
     assert (result["state"], result["finish_reason"], len(result["token_ids"])) == ("ok", "length", 20)
-    pop = broker.made(POP)[0].body
+    pop = broker.made(CHAT_POP)[0].body
+    manifest = pop["manifests"]["tiny-llama"]
     assert pop == {
-        "name": "w", "models": ["tiny-llama"], "max_length": 512, "max_context_length": 2048,
-        "threads": 32, "slots": 36, "progress": True,
+        "name": "w", "models": ["tiny-llama"], "max_length": 4096, "max_context_length": 65536,
+        "threads": 32, "slots": 36, "progress": True, "kinds": ["text", "chat"], "manifests": {"tiny-llama": manifest},
         "bridge_agent": pop["bridge_agent"], "wait": 1,
     }  # fmt: skip
+    assert manifest["context_length"] == 65536
+    assert manifest["model_revision"] == model_revision(ModelSource(str(patient_model), "tiny-llama"))
+    tokenizer = f"/api/v2/tokenizers/{manifest['tokenizer_revision']}"
+    revision = f"/api/v2/models/tiny-llama/revisions/{manifest['model_revision']}"
+    assert set(broker.published) == {tokenizer, revision}
+    assert len(broker.published[revision]["probe"]["output_token_ids"]) == 8
 
 
 def test_a_second_signal_releases_what_runs_and_exits_at_once(broker, process):

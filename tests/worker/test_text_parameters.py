@@ -113,7 +113,7 @@ def test_a_batch_of_one_request_shares_even_where_no_salt_is_named():
 
 def test_a_job_that_cannot_be_read_keeps_its_id():
     [job] = read_pop({"id": "x", "payload": {"prompt": "p", "temperature": "hot"}})
-    assert job == UnreadableJob("x", "temperature is not a number")
+    assert job == UnreadableJob("x", "text", "temperature is not a number")
 
 
 def test_a_job_without_an_id_that_can_be_named_is_passed_over_and_the_others_are_read():
@@ -208,10 +208,16 @@ def test_token_ids_are_sent_only_where_they_are_the_text():
     assert isinstance(plain, Job)
     assert isinstance(trimmed, Job)
     by_length = Finished("x", FinishReason.LENGTH, 3, 2)
-    body = stored(plain, "A. b", [1, 2], by_length).body()
+
+    def result(job: Job, text: str, finished: Finished) -> dict[str, Any]:
+        output = job.new_output()
+        output.add((1, 2), text)
+        return stored(job, output, finished).body()
+
+    body = result(plain, "A. b", by_length)
     assert body["token_ids"] == [1, 2]
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2}
     assert (body["state"], body["finish_reason"], body["gen_metadata"]) == ("ok", "length", [])
-    assert "token_ids" not in stored(trimmed, "A. b", [1, 2], by_length).body()
-    assert "token_ids" in stored(trimmed, "A.", [1, 2], by_length).body()
-    assert "token_ids" not in stored(plain, "A", [1, 2], Finished("x", FinishReason.STOP, 3, 2, ".")).body()
+    assert "token_ids" not in result(trimmed, "A. b", by_length)
+    assert "token_ids" in result(trimmed, "A.", by_length)
+    assert "token_ids" not in result(plain, "A", Finished("x", FinishReason.STOP, 3, 2, "."))

@@ -181,7 +181,7 @@ class EngineStatistics:
     """How an engine is doing; counts of blocks and tokens. An engine without a paged cache leaves those at 0.
 
     `blocks_cached` hold computed tokens that nobody uses now; they count as free too. `prefix_hits` of
-    `prefix_queries` prompt tokens were found in the cache.
+    `prefix_queries` prompt tokens were found in the cache. `kv_bytes_per_token`: of the cache, all layers together.
     """
 
     running: int = 0
@@ -190,6 +190,7 @@ class EngineStatistics:
     blocks_free: int = 0
     blocks_cached: int = 0
     block_size: int = 0
+    kv_bytes_per_token: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0

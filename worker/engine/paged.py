@@ -107,6 +107,7 @@ class PagedEngine(Engine):
         )
         self._assembled: Assembled = assemble(loaded, options)
         shape = self._assembled.shape
+        self._bytes_per_token = shape.bytes_per_block // shape.block_size
         # A text has to fit the cache too, or it could wait for ever.
         self.context_length = min(self._assembled.context_length, shape.blocks * shape.block_size)
         self._intake = Intake(loaded, self.context_length)
@@ -147,6 +148,7 @@ class PagedEngine(Engine):
             blocks_free=pool.free,
             blocks_cached=pool.cached,
             block_size=self._allocator.block_size,
+            kv_bytes_per_token=self._bytes_per_token,
             prefix_queries=self._allocator.prefix_queries,
             prefix_hits=self._allocator.prefix_hits,
             preemptions=self._scheduler.preemptions,
