@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import cycle, depth, slow_bodies
+from benchmarks import cycle, depth, disconnect, relay, slow_bodies, streams_open
 from benchmarks.report import Report, machine
 
 BENCHMARKS: dict[str, tuple[str, Callable[[Report, argparse.Namespace], None]]] = {
@@ -22,6 +22,18 @@ BENCHMARKS: dict[str, tuple[str, Callable[[Report, argparse.Namespace], None]]] 
     "slow-bodies": (
         "heartbeats beside 400 clients that send a byte a second",
         lambda report, given: slow_bodies.run(report, seconds=given.seconds, rounds=given.rounds),
+    ),
+    "relay": (
+        "from a worker's post to the client's delta, 32 streams; played, and with a model",
+        lambda report, given: relay.run(report, seconds=given.seconds, rounds=given.rounds),
+    ),
+    "streams-open": (
+        "a status read beside 100 streams and 100 long polls",
+        lambda report, given: streams_open.run(report, seconds=given.seconds, rounds=given.rounds),
+    ),
+    "disconnect": (
+        "from a client's hang-up to its worker being told",
+        lambda report, _: disconnect.run(report),
     ),
 }
 

@@ -17,7 +17,7 @@ from horde.db.database import Database
 from horde.settings import Settings
 from horde.usecases.accounts import CreatedUser
 from horde.usecases.context import Context
-from horde.usecases.pop import Offer, pop_text
+from horde.usecases.pop import Offer, pop
 
 MODEL, OTHER = "bench/tiny-7b", "bench/other"
 FEW, MANY = 1_000, 1_000_000
@@ -69,10 +69,10 @@ def _measure(postgres: Postgres, lots: list[tuple[str, int]], pops: int) -> dict
     for place, (model, count) in enumerate(lots):
         _fill(url, client.id, model, count, age=7200 - 3600 * place)
     measured = {}
-    with _pops_by_call(url, owner) as pop:
-        measured["in the process"] = _time(pop, pops)
-    with open_broker(url) as broker, _pops_over_http(broker, owner) as pop:
-        measured["over HTTP"] = _time(pop, pops)
+    with _pops_by_call(url, owner) as once:
+        measured["in the process"] = _time(once, pops)
+    with open_broker(url) as broker, _pops_over_http(broker, owner) as once:
+        measured["over HTTP"] = _time(once, pops)
     postgres.drop_database(url)
     return measured
 
@@ -92,13 +92,13 @@ def _fill(url: str, user: int, model: str, count: int, *, age: float) -> None:
         database.close()
 
 
-def _time(pop: Callable[[], None], pops: int) -> dict[str, float]:
+def _time(once: Callable[[], None], pops: int) -> dict[str, float]:
     for _ in range(WARM_UP):
-        pop()
+        once()
     took = []
     for _ in range(pops):
         began = time.perf_counter()
-        pop()
+        once()
         took.append(time.perf_counter() - began)
     return quantiles(took)
 
@@ -108,12 +108,12 @@ def _pops_by_call(url: str, owner: CreatedUser) -> Iterator[Callable[[], None]]:
     context = Context.create(Settings(database_url=url, rate_limits="off"))
     offer = Offer("bench worker", [MODEL], max_length=512, max_context_length=4096)
 
-    def pop() -> None:
-        if not pop_text(context, owner.api_key, offer, client_gone=lambda: False).jobs:
+    def once() -> None:
+        if not pop(context, owner.api_key, offer, client_gone=lambda: False).jobs:
             raise RuntimeError("the queue is empty")
 
     try:
-        yield pop
+        yield once
     finally:
         context.close()
 
@@ -125,7 +125,7 @@ def _pops_over_http(broker: str, owner: CreatedUser) -> Iterator[Callable[[], No
     offer = {"name": "bench worker", "models": [MODEL], "max_length": 512, "max_context_length": 4096}
     headers = {"apikey": owner.api_key, "Content-Type": "application/json"}
 
-    def pop() -> None:
+    def once() -> None:
         connection.request("POST", "/api/v2/generate/text/pop", json.dumps(offer), headers)
         answer = connection.getresponse()
         popped: dict[str, Any] = json.loads(answer.read())
@@ -133,6 +133,6 @@ def _pops_over_http(broker: str, owner: CreatedUser) -> Iterator[Callable[[], No
             raise RuntimeError(f"a pop was answered {answer.status}: {popped}")
 
     try:
-        yield pop
+        yield once
     finally:
         connection.close()

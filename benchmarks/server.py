@@ -85,9 +85,24 @@ def open_postgres() -> Iterator[Postgres]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class RunningBroker:
+    """A broker in a process of its own."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
 def open_broker(database_url: str) -> Iterator[str]:
     """`horde serve` on a migrated database, without rate limits, in a process of its own; its URL."""
+    with run_broker(database_url) as broker:
+        yield broker.url
+
+
+@contextlib.contextmanager
+def run_broker(database_url: str) -> Iterator[RunningBroker]:
+    """The same, with its process."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("HORDE_")},
         "HORDE_DATABASE_URL": database_url,
@@ -103,7 +118,7 @@ def open_broker(database_url: str) -> Iterator[str]:
         line = process.stdout.readline()
         if not line.startswith("broker"):
             raise RuntimeError(f"the broker did not start: {line or 'it said nothing'}")
-        yield line.split()[1]
+        yield RunningBroker(line.split()[1], process.pid)
     finally:
         process.terminate()
         try:

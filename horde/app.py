@@ -15,13 +15,19 @@ from horde.api.documents import TITLE, describe_api
 from horde.api.edge import Edge
 from horde.api.errors import install_error_handlers
 from horde.api.explorer import explorer
+from horde.api.horde_v2.chat import chat
+from horde.api.horde_v2.chat_work import chat_work
 from horde.api.horde_v2.progress import progress
+from horde.api.horde_v2.registry import registry
 from horde.api.horde_v2.status import status
 from horde.api.horde_v2.text import text
 from horde.api.horde_v2.users import users
 from horde.api.horde_v2.workers import workers
 from horde.api.library_logs import take_library_logs
 from horde.api.limits import install_limits
+from horde.api.openai_v1.chat import openai_chat
+from horde.api.openai_v1.completions import openai_completions
+from horde.api.openai_v1.models import openai_models
 from horde.api.request_log import install_request_log
 from horde.settings import Settings
 from horde.usecases.context import Context
@@ -30,7 +36,8 @@ from horde.usecases.context import Context
 class AnyText(BaseConverter):
     """The rest of a path, slashes at its beginning included, which `path` would not take."""
 
-    regex = ".+"
+    # A line break too.
+    regex = r"(?s:.+)"
     part_isolating = False
     weight = 200
 
@@ -62,7 +69,20 @@ def create_app(settings: Settings, context: Context | None = None) -> APIFlask:
     app.url_map.converters["any_text"] = AnyText
     broker = Broker(context or Context.create(settings), node=f"{settings.host}:{settings.port}:{__version__}")
     app.extensions[EXTENSION] = broker
-    for blueprint in (text, progress, status, workers, users, explorer):
+    for blueprint in (
+        text,
+        chat,
+        chat_work,
+        progress,
+        status,
+        workers,
+        users,
+        registry,
+        explorer,
+        openai_chat,
+        openai_completions,
+        openai_models,
+    ):
         app.register_blueprint(blueprint)
     install_error_handlers(app)
     install_limits(app, settings)

@@ -27,6 +27,7 @@ class ErrorCode(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     GENERATION_FAULTED = "generation_faulted"
     BROKER_UNAVAILABLE = "broker_unavailable"
+    CANCELLED = "cancelled"
 
 
 STATUS: dict[ErrorCode, int] = {
@@ -45,6 +46,8 @@ STATUS: dict[ErrorCode, int] = {
     ErrorCode.DEADLINE_EXCEEDED: 504,
     ErrorCode.GENERATION_FAULTED: 502,
     ErrorCode.BROKER_UNAVAILABLE: 503,
+    # Told as an event where a stream has begun; the status is for whoever has had nothing yet.
+    ErrorCode.CANCELLED: 409,
 }
 
 RETRYABLE = frozenset(
@@ -88,6 +91,11 @@ class HordeError(Exception):
     def status(self) -> int:
         """HTTP status of this error."""
         return STATUS[self.code]
+
+    @property
+    def param(self) -> str | None:
+        """The field of the body at fault, without the place within it; None where there is none."""
+        return next(iter(self.errors)).partition(".")[0] if self.errors else None
 
     @property
     def retryable(self) -> bool:

@@ -22,7 +22,7 @@ from waitress.task import ThreadedTaskDispatcher
 
 from horde import __version__
 from horde.api.broker import broker_of
-from horde.api.connections import Listener
+from horde.api.connections import Listener, run_once
 from horde.maintenance.scheduler import Maintenance
 from horde.settings import Settings
 
@@ -115,22 +115,29 @@ class Server:
         """Serve until `stop` is set, then take nothing new and finish what runs.
 
         Args:
-            before_drain: called once `stop` is set, to have waiting polls answered.
+            before_drain: called once `stop` is set, to have waiting polls and streams answered.
         """
         waker = threading.Thread(target=self._wake_when, args=(stop,), name="server-stop", daemon=True)
         waker.start()
         try:
             while not stop.is_set():
-                wasyncore.poll2(_LOOP_SECONDS, self._map)
+                run_once(_LOOP_SECONDS, self._map)
             self._stop_listening()
             before_drain()
             self._drain()
         finally:
+            self._ended.set()
+            # It writes to what `close` closes.
+            waker.join()
             self.close()
 
     def close(self) -> None:
         """Close everything at once; harmless when it is closed."""
         self._ended.set()
+        for listener in self._listeners:
+            for channel in list(listener.active_channels.values()):
+                # First, so that a thread that waits for its client, or to write to it, ends too.
+                channel.cut_off()
         self._dispatcher.shutdown(timeout=5)
         wasyncore.close_all(self._map)
 
@@ -154,7 +161,7 @@ class Server:
             for channel in channels:
                 if channel.at_rest:
                     channel.will_close = True
-            wasyncore.poll2(_LOOP_SECONDS / 10, self._map)
+            run_once(_LOOP_SECONDS / 10, self._map)
         log.warning("requests_cut_off", connections=len(self._map))
 
 
@@ -178,7 +185,7 @@ def serve(
     on_ready: Callable[[Server], None] = lambda _: None,
     maintenance: bool = True,
 ) -> None:
-    """Run a broker until `stop` is set; then polls are answered, running requests finished, connections closed.
+    """Run a broker until `stop` is set; then polls and streams are ended, running requests finished, connections closed.
 
     Args:
         on_ready: called when it serves, with the server (its `port`, where settings ask for any).
@@ -192,7 +199,7 @@ def serve(
 
     def begin_to_stop() -> None:
         broker.stopping.set()
-        broker.context.wakeups.close()
+        broker.context.stop_waiting()
 
     with ExitStack() as ends:
         ends.callback(broker.context.close)
@@ -200,7 +207,7 @@ def serve(
         server = Server(app, settings)
         ends.callback(server.close)
         broker.node = f"{server.host}:{server.port}:{__version__}"
-        broker.context.wakeups.start()
+        broker.context.start()
         if timers is not None:
             timers.start()
             ends.callback(timers.stop)

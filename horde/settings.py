@@ -44,6 +44,8 @@ class Settings(BaseSettings):
     database_pool: int = Field(16, ge=2, description="database connections of one broker process")
     database_pool_wait_seconds: float = Field(5, gt=0, description="wait for a free database connection before a 503")
 
+    redis_url: str | None = Field(None, description="Redis through which brokers wake each other, instead of NOTIFY")
+
     log_format: Literal["console", "json"] = Field("console", description="how log lines look")
     log_level: str = Field("INFO", description="lowest level that is logged")
 

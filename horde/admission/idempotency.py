@@ -23,6 +23,13 @@ VALUES (%(user)s, %(scope)s, %(route)s, %(key)s, %(body_hash)s, %(request)s, %(a
 ON CONFLICT DO NOTHING
 """
 
+# A client that hung up never had the answer, so its key is free again.
+FORGET = """
+DELETE FROM idempotency_keys k USING requests r
+WHERE k.user_id = %(user)s AND k.scope = %(scope)s AND k.route = %(route)s AND k.key = %(key)s
+  AND r.id = k.request_id AND r.outcome = 'cancelled' AND r.outcome_reason = %(reason)s
+"""
+
 
 class KeyTaken(Exception):  # noqa: N818 not an error: somebody was first
     """Another order was enqueued under this key meanwhile; roll back and look it up."""
@@ -80,3 +87,8 @@ def keep_answer(
     )
     if kept.rowcount == 0:
         raise KeyTaken
+
+
+def forget_answer(tx: Transaction, user_id: int, scope: str, route: str, key: str, *, reason: str) -> None:
+    """Free a key whose request was cancelled for this `reason`; any other keeps its answer."""
+    tx.execute(FORGET, {"user": user_id, "scope": scope, "route": route, "key": key, "reason": reason})

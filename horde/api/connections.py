@@ -1,120 +1,56 @@
 """The connections of clients, on top of waitress: whose turn to leave it is, and who has left already.
 
-A request that does not arrive within a minute, an answer that is read too slowly and a connection that is idle for two
-minutes are closed. Where there are too many connections, in all or from one address, the one that has been of no use
-for longest gives way to the new one. A client that is told "too large" gets to read that. What waitress refuses by
-itself is JSON with CORS headers.
+A request that does not arrive within a minute (a large one: at a decent pace), an answer that is read too slowly and a
+connection that is idle for two minutes are closed. Where there are too many connections, in all or from one address, the
+one that has been of no use for longest gives way to the new one. A client that is told "too large" gets to read that. A
+client that hangs up while its request runs is noticed at once, whatever of it is still to be read or written.
 
 Everything here runs in the server's loop, except for what is said to run in a request's thread.
 """
 
 from __future__ import annotations
 
-import re
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import orjson
 import structlog
-from waitress.channel import ClientDisconnected, HTTPChannel
-from waitress.parser import HTTPRequestParser, ParsingError
+from waitress import wasyncore
+from waitress.channel import HTTPChannel
 from waitress.server import TcpWSGIServer
-from waitress.task import ErrorTask, WSGITask
 
 from horde.api.address import site_of
-from horde.api.answers import JSON_TYPE
-from horde.api.edge import CORS, SAFETY
 from horde.api.errors import describe
-from horde.api.undelivered import ON_UNDELIVERED
+from horde.api.exchange import Exchange, JsonRefusal, Remedy, StrictParser
 
 RECEIVE_SECONDS, STALL_SECONDS, IDLE_SECONDS = 60.0, 30.0, 120.0
 # An answer may stay for `STALL_SECONDS` and the time that it takes at this pace.
 SLOWEST_BYTES_PER_SECOND = 16 << 10
+# And a request may take `RECEIVE_SECONDS` and the time for what has arrived at this one.
+SLOWEST_UPLOAD = 128 << 10
 LINGER_SECONDS, LINGER_BYTES = 5.0, 64 << 20
 LOOK_SECONDS = 5.0
 _READ_BYTES = 64 << 10
 # Left to itself the kernel takes megabytes for a client that does not read, and what it has taken counts as sent.
 KERNEL_BUFFER_BYTES = 256 << 10
+# For a stream less, so that with what waits here (the server's watermark) it is never more than 256 KiB behind.
+STREAM_KERNEL_BUFFER_BYTES = 96 << 10
 # Linux tells that the other side has hung up even while input of it is unread; elsewhere only a reset is seen.
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
-_FRAMING = re.compile(rb"^(content-length|transfer-encoding)[ \t]*:", re.IGNORECASE | re.MULTILINE)
 log = structlog.get_logger("horde.connections")
-
-
-class _Parser(HTTPRequestParser):  # type: ignore[misc]
-    """Refuses a request that tells its length twice: a proxy in front of us may have believed the other one."""
-
-    def parse_header(self, header_plus: bytes) -> None:
-        """Read the head of a request; raises ParsingError, which is a 400 that ends the connection."""
-        super().parse_header(header_plus)
-        told = {name.lower() for name in _FRAMING.findall(header_plus)}
-        if b"transfer-encoding" in told and (b"content-length" in told or self.version != "1.1"):
-            raise ParsingError("The length of the request is ambiguous")
-
-
-class _JsonError(ErrorTask):  # type: ignore[misc]
-    """What waitress refuses before the application sees it."""
-
-    def execute(self) -> None:
-        error = self.request.error
-        self.status = f"{error.code} {error.reason}"
-        body = orjson.dumps({"message": error.reason})
-        self.response_headers.extend([("Content-Type", JSON_TYPE), *CORS, *SAFETY])
-        self.set_close_on_finish()
-        self.content_length = len(body)
-        self.write(body)
-
-
-class _Task(WSGITask):  # type: ignore[misc]
-    """One request in its thread. The application may leave word what to do when the answer cannot be sent."""
-
-    def get_environment(self) -> dict[str, Any]:
-        """The WSGI environment."""
-        environ: dict[str, Any] = super().get_environment()
-        environ.setdefault(ON_UNDELIVERED, [])
-        return environ
-
-    def service(self) -> None:
-        """Answer the request."""
-        cut_off = False
-        try:
-            super().service()
-        except ClientDisconnected:
-            cut_off = True
-            raise
-        finally:
-            remedies = (self.environ or {}).get(ON_UNDELIVERED)
-            if remedies:
-                self.channel.answered(remedies, cut_off=cut_off)
-
-
-class _Remedy:
-    """Runs in a request's thread what the application left word of."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def service(self) -> None:
-        """Do it."""
-        try:
-            self._run()
-        except Exception as error:  # noqa: BLE001 nobody is there to be told
-            log.warning("remedy_failed", error=describe(error))
-
-    def cancel(self) -> None:
-        """The server ends: what a crash would leave is left."""
 
 
 class Channel(HTTPChannel):  # type: ignore[misc]
     """One connection."""
 
-    parser_class = _Parser
-    task_class = _Task
-    error_task_class = _JsonError
+    parser_class = StrictParser
+    task_class = Exchange
+    error_task_class = JsonRefusal
     request_since: float | None = None
+    will_close: bool
     _refused = False
     _lingers_until: float | None = None
     _discarded = 0
@@ -126,19 +62,46 @@ class Channel(HTTPChannel):  # type: ignore[misc]
     def __init__(self, server: Any, connection: socket.socket, address: Any, adj: Any, map: Any = None) -> None:  # noqa: A002 waitress names it
         self.site = site_of(address[0])
         self._remedies: list[tuple[int, Callable[[], None]]] = []
+        # Held while a callback runs, so that none runs once its request is over. Reentrant: one may leave another.
+        self._gone_lock = threading.RLock()
+        self._gone = False
+        self._on_gone: list[Callable[[], None]] = []
         super().__init__(server, connection, address, adj, map=map)
 
     def check_client_disconnected(self) -> bool:
-        """Whether the client has hung up. Runs in a request's thread. The loop reads nothing, and so sees no end,
-        while further requests of this connection wait: then the socket itself is asked."""
+        """Whether the client has hung up. Runs in a request's thread. The socket itself is asked: the loop may not
+        have come to it yet."""
         if not self.connected:
             return True
         try:
             poller = select.poll()
             poller.register(self.socket.fileno(), _HUNG_UP)
             return bool(poller.poll(0))
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
+            # The loop has just closed it.
             return True
+
+    def if_gone(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when the client hangs up before the running request is over; at once when it has.
+        Runs in a request's thread."""
+        with self._gone_lock:
+            if not self._gone:
+                self._on_gone.append(callback)
+                return
+        callback()
+
+    def over(self) -> None:
+        """The running request is over: nobody waits for a hang-up any more. Runs in a request's thread."""
+        with self._gone_lock:
+            self._on_gone.clear()
+
+    def narrow(self) -> None:
+        """A stream begins. Runs in a request's thread."""
+        try:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, STREAM_KERNEL_BUFFER_BYTES)
+        except (OSError, AttributeError):
+            # The loop has just closed it, and the next write says so.
+            return
 
     def received(self, data: bytes) -> bool:
         """Take input; notes when the current request began to arrive."""
@@ -172,12 +135,13 @@ class Channel(HTTPChannel):  # type: ignore[misc]
                     self._remedies.extend((end, remedy) for remedy in remedies)
                 return
         for remedy in remedies:
-            self.server.add_task(_Remedy(remedy))
+            self.server.add_task(Remedy(remedy))
 
     def handle_close(self) -> None:
         """Close. After a refusal read on for a moment first: closing with input unread would reset the connection,
         and the client would never see why."""
-        if not self._refused or self._lingers_until is not None or not self.connected:
+        # Without `will_close` it is not we who end it: the client has hung up, or the connection is broken.
+        if not self._refused or not self.will_close or self._lingers_until is not None or not self.connected:
             self._close()
             return
         self._lingers_until = time.time() + LINGER_SECONDS
@@ -195,7 +159,27 @@ class Channel(HTTPChannel):  # type: ignore[misc]
             self._remedies.clear()
             super().handle_close()
         for remedy in due:
-            self.server.add_task(_Remedy(remedy))
+            self.server.add_task(Remedy(remedy))
+        self._tell_gone()
+
+    def _tell_gone(self) -> None:
+        with self._gone_lock:
+            self._gone = True
+            callbacks, self._on_gone = self._on_gone, []
+            for callback in callbacks:
+                try:
+                    callback()
+                except Exception as error:  # noqa: BLE001 the loop has others to serve
+                    log.warning("callback_failed", error=describe(error))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs here."""
+        return self.connected and bool(self.requests)
+
+    def cut_off(self) -> None:
+        """End it, whatever runs here or is left to write."""
+        self._close()
 
     def readable(self) -> bool:
         """Whether the loop should read."""
@@ -213,8 +197,13 @@ class Channel(HTTPChannel):  # type: ignore[misc]
             self.handle_close()
             return
         super().handle_write()
+
+    def _flush_some(self, do_close: bool = True) -> bool:
+        """Hand the socket what it takes. Runs in the loop and in a request's thread."""
+        flushed = bool(super()._flush_some(do_close=do_close))
         if not self.total_outbufs_len:
             self._unread_since = None
+        return flushed
 
     def handle_read(self) -> None:
         """Read, or discard while lingering."""
@@ -240,7 +229,8 @@ class Channel(HTTPChannel):  # type: ignore[misc]
         if self.requests:
             return False
         if self.request_since is not None:
-            return now - self.request_since > RECEIVE_SECONDS
+            arrived = 0 if self.request is None else self.request.body_bytes_received
+            return now - self.request_since > RECEIVE_SECONDS + arrived / SLOWEST_UPLOAD
         return bool(now - self.last_activity > IDLE_SECONDS)
 
     def end(self) -> None:
@@ -259,6 +249,33 @@ class Channel(HTTPChannel):  # type: ignore[misc]
     def of_no_use_since(self) -> float:
         """Since when it is idle or its request incomplete (seconds since the epoch)."""
         return self.request_since or float(self.last_activity)
+
+
+def run_once(seconds: float, sockets: dict[int, Any]) -> None:
+    """One round of the loop: waitress's own, except that it hears of a client that hangs up while its request runs
+    also where nothing is read: because more of its requests wait, or it has something to read first itself.
+
+    Args:
+        seconds: to wait for an event at most.
+        sockets: listeners, channels and triggers by file descriptor.
+    """
+    poller = select.poll()
+    for number, member in list(sockets.items()):
+        flags = select.POLLIN | select.POLLPRI if member.readable() else 0
+        if member.writable() and not member.accepting:
+            flags |= select.POLLOUT
+        if isinstance(member, Channel) and member.busy:
+            flags |= _HUNG_UP
+        if flags:
+            poller.register(number, flags)
+    for number, flags in poller.poll(int(1000 * seconds)):
+        member = sockets.get(number)
+        if member is None:
+            continue
+        if flags & _HUNG_UP and isinstance(member, Channel) and member.busy:
+            member.cut_off()
+        else:
+            wasyncore.readwrite(member, flags)
 
 
 class Listener(TcpWSGIServer):  # type: ignore[misc]

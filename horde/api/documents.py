@@ -25,13 +25,32 @@ ERROR_SCHEMA: dict[str, Any] = {
     },
 }
 
+OPENAI_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "title": "OpenAIError",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "description": "a sentence for people"},
+                "type": {"type": "string", "description": "the family of the error, as OpenAI names it"},
+                "param": {"type": ["string", "null"], "description": "the field of the body that is at fault"},
+                "code": {"type": "string", "description": "the name of the error, from a closed list"},
+            },
+        }
+    },
+}
+
 KEY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "a key of this horde, as OpenAI's clients send it"},
     "apikey": {
         "type": "apiKey",
         "in": "header",
         "name": "apikey",
         "description": "`0000000000` is anonymous: it may ask, not work",
-    }
+    },
 }
 
 _SAID = {
@@ -41,9 +60,12 @@ _SAID = {
     404: "Not found",
     413: "The body is larger than 1 MiB",
     415: "The body is not declared as JSON",
+    409: "The request was cancelled from elsewhere",
     422: "The Idempotency-Key was used for another body",
     429: "Too often, or too much at once; see `Retry-After`",
+    502: "Two workers failed at it",
     503: "The broker cannot reach its database; see `Retry-After`",
+    504: "Its deadline has passed",
 }
 
 
@@ -53,6 +75,12 @@ def failures(*statuses: int) -> dict[int, Any]:
     if 400 in taken:
         taken |= {413, 415}
     return {status: _SAID[status] for status in sorted(taken)}
+
+
+def openai_failures(*statuses: int) -> dict[int, Any]:
+    """The failures of a route under `/v1`, in that dialect."""
+    shape = {"application/json": {"schema": OPENAI_ERROR_SCHEMA}}
+    return {status: {"description": said, "content": dict(shape)} for status, said in failures(*statuses).items()}
 
 
 def describe_api(config: Any) -> None:

@@ -27,12 +27,19 @@ CORS = [
         "Access-Control-Allow-Headers",
         (
             "Accept, Content-Type, Content-Length, Accept-Encoding, X-CSRF-Token, apikey, Authorization, Client-Agent, "
-            "X-Fields, X-Forwarded-For, X-Request-Id, Idempotency-Key, Proxied-For, Proxy-Authorization"
+            "X-Fields, X-Forwarded-For, X-Request-Id, Idempotency-Key, Proxied-For, Proxy-Authorization, "
+            # What OpenAI's SDK sends with each call, from a page too.
+            "OpenAI-Organization, OpenAI-Project, X-Stainless-Arch, X-Stainless-Helper-Method, X-Stainless-Lang, "
+            "X-Stainless-OS, X-Stainless-Package-Version, X-Stainless-Retry-Count, X-Stainless-Runtime, "
+            "X-Stainless-Runtime-Version, X-Stainless-Timeout"
         ),
     ),
     (
         "Access-Control-Expose-Headers",
-        "Horde-Node, Retry-After, X-Request-Id, X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset",
+        (
+            "Horde-Node, Retry-After, X-Horde-Request-Id, X-Request-Id, X-Should-Retry, "
+            "X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset"
+        ),
     ),
 ]
 SAFETY = [("X-Content-Type-Options", "nosniff")]

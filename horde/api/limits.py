@@ -61,23 +61,43 @@ def _registered() -> bool:
     return not _anonymous()
 
 
+# One machine may hold many chats open at once; how many of them wait is bounded per user.
+_CHAT = (
+    Limit("60/second", _by_address),
+    Limit("2/second", _by_address, unless=_registered),
+    Limit("60/second", _by_key, unless=_anonymous),
+)
 _STATUS = (Limit("10/second", _by_address_and_path),)
 _WORK = (Limit("60/second", _by_address),)
 
+_ASK = (
+    Limit("90/minute", _by_address),
+    Limit("2/second", _by_address),
+    Limit("2/second", _by_key, unless=_anonymous),
+    Limit("60/second", _by_key, unless=_registered),
+)
+
 LIMITS: dict[str, tuple[Limit, ...]] = {
-    "text.ask": (
-        Limit("90/minute", _by_address),
-        Limit("2/second", _by_address),
-        Limit("2/second", _by_key, unless=_anonymous),
-        Limit("60/second", _by_key, unless=_registered),
-    ),
+    "text.ask": _ASK,
+    "chat.ask": _ASK,
+    "chat.read_status": _STATUS,
+    "chat.cancel": _STATUS,
     "text.read_status": _STATUS,
     "text.cancel": _STATUS,
     "text.pop": _WORK,
     "text.submit": _WORK,
-    "progress.post": _WORK,
+    "chat_work.pop_chat": _WORK,
+    "chat_work.submit_chat": _WORK,
+    "openai_chat.complete": _CHAT,
+    "openai_completions.complete": _CHAT,
+    # Twenty a second from each worker that streams, and a user may have twenty of them at home.
+    "progress.post": (Limit("400/second", _by_address),),
     "workers.change": (Limit("30/minute", _by_address),),
+    # Tens of megabytes each.
+    "registry.put_tokenizer": (Limit("10/minute", _by_address),),
+    "registry.read_tokenizer": (Limit("30/minute", _by_address),),
 }
+LIMITED = ("text.", "chat.", "chat_work.", "progress.", "status.", "workers.", "users.", "registry.", "openai_")
 UNLIMITED = frozenset({"status.read_heartbeat"})
 
 
@@ -99,7 +119,7 @@ def install_limits(app: Flask, settings: Settings) -> None:
     app.after_request(_never_at_once)
     limiter.init_app(app)
     for endpoint in list(app.view_functions):
-        if not endpoint.startswith(("text.", "progress.", "status.", "workers.", "users.")) or endpoint in UNLIMITED:
+        if not endpoint.startswith(LIMITED) or endpoint in UNLIMITED:
             continue
         view: Any = app.view_functions[endpoint]
         for limit in LIMITS.get(endpoint, (Limit(DEFAULT, _by_address),)):

@@ -85,13 +85,16 @@ def read_strict(body: bytes, *, strip_nul_from: Iterable[str] = ()) -> Any:
     return parsed
 
 
-def read_repaired(body: bytes) -> Any:
+def read_repaired(body: bytes, *, most_containers: int = MOST_CONTAINERS) -> Any:
     """The parsed body, with text that nobody can store replaced by U+FFFD.
+
+    Args:
+        most_containers: arrays and objects that it may hold.
 
     Raises:
         BodyError: it is not JSON, or holds numbers that JSON does not have.
     """
-    _check_brackets(body)
+    _check_brackets(body, most_containers)
     fault = ""
     if rb"\u0000" not in body:
         try:
@@ -113,7 +116,7 @@ def read_repaired(body: bytes) -> Any:
     return parsed
 
 
-def _check_brackets(body: bytes) -> None:
+def _check_brackets(body: bytes, most_containers: int = MOST_CONTAINERS) -> None:
     """Refuse what is nested too deep or made of too many parts, before anything is built from it."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
@@ -121,8 +124,8 @@ def _check_brackets(body: bytes) -> None:
     # Two quotes side by side are taken out first: that moves no bracket into or out of a text.
     outside = b"".join(plain.replace(b'""', b"").split(b'"')[::2]).translate(_SQUARE)
     opened = outside.count(b"[")
-    if opened > MOST_CONTAINERS and b"]" in outside:
-        raise BodyError(f"The JSON body holds more than {MOST_CONTAINERS} arrays and objects")
+    if opened > most_containers and b"]" in outside:
+        raise BodyError(f"The JSON body holds more than {most_containers} arrays and objects")
     # Each round takes the innermost pairs away, so a pair that is left has more levels than there were rounds.
     for _ in range(MAX_DEPTH):
         shorter = outside.replace(b"[]", b"")

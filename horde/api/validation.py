@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from werkzeug.exceptions import RequestEntityTooLarge, UnsupportedMediaType
 
 from horde.api.errors import InvalidInputError
-from horde.api.strict_json import LONGEST_PATH, MOST_ERRORS, read_repaired, read_strict
+from horde.api.strict_json import LONGEST_PATH, MOST_CONTAINERS, MOST_ERRORS, read_repaired, read_strict
 
 MAX_BODY_BYTES = 1 << 20
 INT32_MAX = (1 << 31) - 1
@@ -79,8 +79,18 @@ class Body(BaseModel):
     strip_nul_from: ClassVar[tuple[str, ...]] = ()
 
 
+class LateBody(Body):
+    """A body that is described like any other, and that its handler reads by itself, once it knows who sends it."""
+
+
 class WorkerResult(Body):
-    """A JSON body of a worker that holds its output: text that cannot be stored is repaired instead of refused."""
+    """A JSON body of a worker that holds its output: text that cannot be stored is repaired instead of refused.
+
+    Attributes:
+        most_containers: arrays and objects that it may hold.
+    """
+
+    most_containers: ClassVar[int] = MOST_CONTAINERS
 
 
 class Query(BaseModel):
@@ -117,7 +127,7 @@ def read_body(request: Request, model: type[BaseModel]) -> BaseModel:
     if len(body) > MAX_BODY_BYTES:
         raise RequestEntityTooLarge
     if issubclass(model, WorkerResult):
-        parsed = read_repaired(body)
+        parsed = read_repaired(body, most_containers=model.most_containers)
     else:
         parsed = read_strict(body, strip_nul_from=model.strip_nul_from if issubclass(model, Body) else ())
     return _validate(model, parsed, "in the JSON body")
@@ -181,6 +191,7 @@ _WORDS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "dict_type": _wrong_type("object"),
     "model_type": _wrong_type("object"),
     "greater_than_equal": lambda value, limit: f"{value} is less than the minimum of {limit['ge']}",
+    "greater_than": lambda value, limit: f"{value} is not greater than {limit['gt']}",
     "less_than_equal": lambda value, limit: f"{value} is greater than the maximum of {limit['le']}",
     "string_too_short": lambda value, limit: f"{value} is shorter than {limit['min_length']} characters",
     "string_too_long": lambda value, limit: f"{value} is longer than {limit['max_length']} characters",
@@ -211,6 +222,8 @@ class WireAdapter(PydanticAdapter):
 
     def validate_input(self, request: Request, location: str, **_: Any) -> BaseModel:
         """The checked input of a route."""
+        if issubclass(self.model_class, LateBody):
+            return self.model_class.model_construct()
         if location == "json":
             return read_body(request, self.model_class)
         return read_query(request, self.model_class)

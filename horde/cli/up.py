@@ -188,6 +188,12 @@ class _House:
             f"curl -s {url}/api/v2/generate/text/async -H 'apikey: {user.api_key}' -H 'Content-Type: application/json' "
             f"""-d '{{"prompt": "{PROMPT}", "params": {{"max_length": 20, "temperature": 0.7}}}}'"""
         )
+        # Straight through, a token at a time; any OpenAI SDK does the same.
+        chat = (
+            f"curl -sN {url}/v1/chat/completions -H 'Authorization: Bearer {user.api_key}' "
+            f"""-H 'Content-Type: application/json' -d '{{"model": "{self.model or DEMO_MODEL}", "stream": true, """
+            f""""messages": [{{"role": "user", "content": "Tell me about bees."}}]}}'"""
+        )
         invitation = ["  Ask it something:"]
         if self.worker is None:
             program = shlex.quote(_beside(sys.argv[0], "horde-worker"))
@@ -210,6 +216,9 @@ class _House:
                     f"    {ask}",
                     f"    {curl}",
                     f"    curl -s {url}/api/v2/generate/text/status/ID   # ID: what the line above answered",
+                    "",
+                    f"  Chat with it (OpenAI's API; the base URL for any SDK or app is {url}/v1):",
+                    f"    {chat}",
                     "",
                     "  Ctrl-C ends all of it; the data stay.",
                     "",

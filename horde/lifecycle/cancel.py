@@ -9,20 +9,11 @@ from enum import StrEnum
 
 from horde.db.database import Transaction
 from horde.lifecycle.events import Event, append
+from horde.lifecycle.posted import read_posted
 from horde.lifecycle.rows import LockedRequest, ProcessingJob, lock_processing_jobs, lock_request, read_job
 from horde.lifecycle.settle import Change, conclude, drop_waiting, update_request
 from horde.lifecycle.store import Price, Pricing, Result, write_result
 from horde.lifecycle.words import CancelReason, JobState, Outcome
-
-# A continued job stands at first where the attempt before it stopped; only what it added itself is paid.
-READ_POSTED = """
-SELECT coalesce(progress.text, slots.prefix_text, '') AS text,
-       coalesce(cardinality(progress.token_ids), 0)
-           - CASE WHEN progress.job_id IS NULL THEN 0 ELSE coalesce(cardinality(slots.prefix_token_ids), 0) END AS tokens
-FROM jobs JOIN slots ON slots.request_id = jobs.request_id AND slots.idx = jobs.slot_idx
-LEFT JOIN progress ON progress.job_id = jobs.id
-WHERE jobs.id = %(job)s
-"""
 
 # Maintenance chose the request by an old read; each condition is asked again after the lock.
 IS_DUE: dict[CancelReason, str] = {
@@ -114,9 +105,17 @@ def cancel_locked(
 def _store_posted(tx: Transaction, locked: ProcessingJob, pricing: Pricing) -> None:
     job = read_job(tx, locked.id)
     assert job is not None, "a locked job is there"
-    posted = tx.execute(READ_POSTED, {"job": job.id}).one()
-    result = Result(text=posted.text, tokens=posted.tokens, finish_reason="cancelled")
-    price = pricing(job, result) if posted.tokens else Price(0, 0)
+    posted = read_posted(tx, job.id)
+    result = Result(
+        text=posted.text,
+        tokens=len(posted.token_ids),
+        finish_reason="cancelled",
+        token_ids=posted.token_ids,
+        logprobs=posted.logprobs,
+        prefix_tokens=posted.prefix_tokens,
+    )
+    # Paid for is what was delivered; earned is what this attempt added to it.
+    price = pricing(job, result) if result.tokens else Price(0, 0)
     run_ms = write_result(tx, job, result, price, by_cancel=True)
     assert run_ms is not None, "a locked processing job is stored"
     change = Change(processing=-1, stored=1, price=price.price, last_faulted=False)
@@ -128,6 +127,6 @@ def _store_posted(tx: Transaction, locked: ProcessingJob, pricing: Pricing) -> N
         change,
         reason="cancelled",
         reward=price.reward,
-        tokens=result.tokens,
+        tokens=result.own_tokens,
         run_ms=run_ms,
     )

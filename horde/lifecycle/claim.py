@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from horde.db.database import Prepared, Transaction
@@ -23,7 +23,9 @@ SET waiting = waiting - least(waiting, %(count)s::int)::smallint, processing = p
     expires_at = least(greatest(expires_at, horde_now() + make_interval(secs => %(lease)s::float + %(after_lease)s::float)), deadline)
 WHERE id = %(request)s AND waiting > 0 AND outcome IS NULL AND expires_at > horde_now()
   AND (attached_until IS NULL OR attached_until > horde_now())
-RETURNING waiting, user_id, kind, extract(epoch FROM horde_now() - created_at) * 1000 AS queue_ms
+  AND (revision IS NULL OR revision = %(revision)s) AND (NOT needs_progress OR %(posts_progress)s)
+RETURNING waiting, user_id, kind, extract(epoch FROM horde_now() - created_at) * 1000 AS queue_ms,
+          extract(epoch FROM deadline - horde_now())::float AS deadline_in
 """)
 
 # The rest in one round trip: the statement above took the lock, so nothing here waits and one snapshot serves all parts.
@@ -35,11 +37,11 @@ slot AS (
     UPDATE slots SET state = 'processing' FROM chosen WHERE request_id = %(request)s AND slots.idx = chosen.idx
     RETURNING slots.idx, seed, prefix_token_ids, prefix_text, chosen.place),
 job AS (
-    INSERT INTO jobs (id, request_id, slot_idx, state, worker_id, worker_name, owner_id, model, model_revision, bridge_agent,
-                      posts_progress, claim_key, claimed_at, lease_begun, lease_end, ttl)
+    INSERT INTO jobs (id, request_id, slot_idx, state, worker_id, worker_name, owner_id, model, model_revision,
+                      tokenizer_revision, revision, bridge_agent, posts_progress, claim_key, claimed_at, lease_begun, lease_end, ttl)
     SELECT (%(jobs)s::uuid[])[place], %(request)s, idx, 'processing', %(worker)s, %(worker_name)s, %(owner)s, %(model)s,
-           %(revision)s, %(bridge_agent)s, %(posts_progress)s, %(claim_key)s, horde_now(), horde_now(),
-           horde_now() + make_interval(secs => %(lease)s), %(lease)s
+           %(model_revision)s, %(tokenizer_revision)s, %(revision)s, %(bridge_agent)s, %(posts_progress)s, %(claim_key)s,
+           horde_now(), horde_now(), horde_now() + make_interval(secs => %(lease)s), %(lease)s
     FROM slot RETURNING id, slot_idx),
 left_queue AS (DELETE FROM queue WHERE %(none_left)s AND request_id = %(request)s),
 event AS (
@@ -61,7 +63,8 @@ UPDATE jobs j SET refetched = true
 FROM slots s, requests r
 WHERE j.id = ANY (%(jobs)s::uuid[]) AND j.state = 'processing'
   AND s.request_id = j.request_id AND s.idx = j.slot_idx AND r.id = j.request_id
-RETURNING j.id, j.request_id, j.model, j.ttl, j.slot_idx, j.claimed_at, s.seed, r.kind, r.payload,
+RETURNING j.id, j.request_id, j.model, j.model_revision, j.tokenizer_revision, j.ttl, j.slot_idx, j.claimed_at, s.seed,
+          s.prefix_token_ids, s.prefix_text, r.kind, r.payload, extract(epoch FROM r.deadline - horde_now())::float AS deadline_in,
           r.attached_until IS NOT NULL AS attached, {TENANT} AS tenant
 """
 
@@ -71,11 +74,20 @@ SELECT EXISTS (SELECT FROM jobs WHERE worker_id = %(worker)s AND claim_key = %(k
 
 
 @dataclass(frozen=True)
+class Served:
+    """One model as a worker serves it; `key` stands for the model and both revisions (see `Request.revision`)."""
+
+    model_revision: str
+    tokenizer_revision: str
+    key: str
+
+
+@dataclass(frozen=True)
 class Claimant:
     """The worker as its jobs remember it.
 
     Attributes:
-        model_revision: what it announced for the model it will run, if it did.
+        served: what it announced of its models, by their names.
         claim_key: the `Idempotency-Key` of its pop.
     """
 
@@ -83,14 +95,19 @@ class Claimant:
     name: str
     owner_id: int
     posts_progress: bool = False
-    model_revision: str | None = None
+    served: Mapping[str, Served] = field(default_factory=dict)
     claim_key: str | None = None
     bridge_agent: str = "unknown:0:unknown"
 
 
 @dataclass(frozen=True)
 class ClaimedJob:
-    """A fresh attempt; `id` fences off every other one at the same slot."""
+    """A fresh attempt; `id` fences off every other one at the same slot.
+
+    Attributes:
+        prefix_token_ids, prefix_text: what its client has of the slot already; None: nothing.
+        deadline_in: seconds until nobody wants the result; None: no such moment.
+    """
 
     id: uuid.UUID
     slot: int
@@ -98,11 +115,14 @@ class ClaimedJob:
     lease: int
     prefix_token_ids: list[int] | None
     prefix_text: str | None
+    model_revision: str | None
+    tokenizer_revision: str | None
+    deadline_in: float | None
 
 
 @dataclass(frozen=True)
 class HeldJob:
-    """A job that was claimed before and still runs; `tenant` as in `TENANT`."""
+    """A job that was claimed before and still runs; `tenant` as in `TENANT`, the rest as in `ClaimedJob`."""
 
     id: uuid.UUID
     request_id: uuid.UUID
@@ -114,6 +134,11 @@ class HeldJob:
     payload: dict[str, Any]
     attached: bool
     tenant: str
+    prefix_token_ids: list[int] | None
+    prefix_text: str | None
+    model_revision: str | None
+    tokenizer_revision: str | None
+    deadline_in: float | None
 
 
 def is_claimed_under(tx: Transaction, worker_id: uuid.UUID, key: str) -> bool:
@@ -144,6 +169,11 @@ def fetch_again(tx: Transaction, worker_id: uuid.UUID, key: str) -> list[HeldJob
             payload=row.payload,
             attached=row.attached,
             tenant=row.tenant,
+            prefix_token_ids=row.prefix_token_ids,
+            prefix_text=row.prefix_text,
+            model_revision=row.model_revision,
+            tokenizer_revision=row.tokenizer_revision,
+            deadline_in=row.deadline_in,
         )
         for row in rows
     ]
@@ -159,9 +189,21 @@ def claim(
     count: int = 1,
     new_id: Callable[[], uuid.UUID] = uuid.uuid4,
 ) -> Sequence[ClaimedJob]:
-    """Take up to `count` waiting slots, lowest index first, for `lease` seconds; empty when none may be taken any more."""
+    """Take up to `count` waiting slots, lowest index first, for `lease` seconds; empty when none may be taken any more.
+
+    A request that is pinned to a revision is taken only for a `model` that `worker` serves in just that one.
+    """
+    served = worker.served.get(model)
     taken = tx.execute(
-        TAKE_FROM_REQUEST, {"request": request_id, "count": count, "lease": lease, "after_lease": EXPIRY_AFTER_LEASE}
+        TAKE_FROM_REQUEST,
+        {
+            "request": request_id,
+            "count": count,
+            "lease": lease,
+            "after_lease": EXPIRY_AFTER_LEASE,
+            "revision": served.key if served else None,
+            "posts_progress": worker.posts_progress,
+        },
     ).one_or_none()
     if taken is None:
         return []
@@ -175,7 +217,9 @@ def claim(
             "worker_name": worker.name,
             "owner": worker.owner_id,
             "model": model,
-            "revision": worker.model_revision,
+            "model_revision": served.model_revision if served else None,
+            "tokenizer_revision": served.tokenizer_revision if served else None,
+            "revision": served.key if served else None,
             "bridge_agent": worker.bridge_agent,
             "posts_progress": worker.posts_progress,
             "claim_key": worker.claim_key,
@@ -186,4 +230,17 @@ def claim(
             "timings": json.dumps({"queue_ms": int(taken.queue_ms)}),
         },
     )
-    return [ClaimedJob(row.id, row.idx, row.seed, lease, row.prefix_token_ids, row.prefix_text) for row in rows]
+    return [
+        ClaimedJob(
+            id=row.id,
+            slot=row.idx,
+            seed=row.seed,
+            lease=lease,
+            prefix_token_ids=row.prefix_token_ids,
+            prefix_text=row.prefix_text,
+            model_revision=served.model_revision if served else None,
+            tokenizer_revision=served.tokenizer_revision if served else None,
+            deadline_in=taken.deadline_in,
+        )
+        for row in rows
+    ]

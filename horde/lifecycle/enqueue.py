@@ -16,12 +16,14 @@ from horde.lifecycle.words import Kind
 ENQUEUE = Prepared("""
 WITH request AS (
     INSERT INTO requests (id, kind, user_id, client_agent, payload, created_at, expires_at, deadline, rank, models, max_length,
-        max_context_length, trusted_workers, slow_workers, nsfw, worker_ids, worker_blacklist, n, waiting, charged, attached_until)
+        max_context_length, trusted_workers, slow_workers, nsfw, worker_ids, worker_blacklist, n, waiting, charged, revision,
+        needs_progress, attached_by, attached_until)
     VALUES (%(id)s, %(kind)s, %(user)s, %(client_agent)s, %(payload)s, horde_now(),
         least(horde_now() + make_interval(secs => %(expiry)s), horde_now() + make_interval(secs => %(deadline_in)s)),
         horde_now() + make_interval(secs => %(deadline_in)s), horde_now() + make_interval(secs => %(rank_offset)s),
         %(models)s, %(max_length)s, %(max_context_length)s, %(trusted_workers)s, %(slow_workers)s, %(nsfw)s,
         %(worker_ids)s::uuid[], %(worker_blacklist)s, %(n)s, %(n)s, %(tax)s,
+        %(revision)s, %(needs_progress)s, CASE WHEN %(attached)s THEN 1 ELSE 0 END,
         CASE WHEN %(attached)s THEN horde_now() + make_interval(secs => %(attached_for)s) END)
     RETURNING id, rank, user_id, created_at),
 slots AS (
@@ -49,6 +51,9 @@ class NewRequest:
         seeds: one per wanted result.
         rank_offset: seconds added to the time of enqueue to give its place in the queue.
         deadline: seconds from now after which nobody wants the result; None: none.
+        attached: a client waits for it on an open connection.
+        revision: the key of the one model revision it may run on (see `Request.revision`); None: any.
+        needs_progress: only a worker that posts progress may take it.
         tax: hundredths of a kudos charged for the request itself.
     """
 
@@ -68,6 +73,8 @@ class NewRequest:
     nsfw: bool = False
     deadline: float | None = None
     attached: bool = False
+    revision: str | None = None
+    needs_progress: bool = False
     tax: int = 0
     client_agent: str = "unknown:0:unknown"
 
@@ -96,6 +103,8 @@ def enqueue(tx: Transaction, new: NewRequest, terms: Terms) -> None:
             "worker_blacklist": new.worker_blacklist,
             "n": len(new.seeds),
             "seeds": list(new.seeds),
+            "revision": new.revision,
+            "needs_progress": new.needs_progress,
             "attached": new.attached,
             "attached_for": ATTACHED_FOR,
             "tax": new.tax,

@@ -6,6 +6,7 @@ The second faulted job ends its request, in the transaction that reports it; bef
 from __future__ import annotations
 
 import dataclasses
+import json
 import uuid
 
 from horde.db.database import Transaction
@@ -24,6 +25,7 @@ from horde.lifecycle.settle import (
     drop_waiting,
     overdue,
     put_back,
+    settled,
     settlement_event,
     void,
 )
@@ -31,9 +33,16 @@ from horde.lifecycle.store import Pricing
 from horde.lifecycle.words import FAULTED_GENERATIONS_LIMIT, FaultReason, JobState, Outcome, Verdict
 
 
-def fault(tx: Transaction, job_id: uuid.UUID, *, pricing: Pricing, key: str | None = None) -> Settlement:
-    """A worker reports a fault."""
-    return _fault(tx, job_id, FaultReason.REPORTED, pricing=pricing, key=key)
+def fault(
+    tx: Transaction,
+    job_id: uuid.UUID,
+    *,
+    pricing: Pricing,
+    key: str | None = None,
+    reason: FaultReason = FaultReason.REPORTED,
+) -> Settlement:
+    """A worker reports a fault, or its result was found to be one: then `reason` says why, to a repeat under the key as well."""
+    return _fault(tx, job_id, reason, pricing=pricing, key=key)
 
 
 def fault_stale(tx: Transaction, job_id: uuid.UUID, *, pricing: Pricing) -> Settlement:
@@ -48,12 +57,13 @@ def _fault(tx: Transaction, job_id: uuid.UUID, reason: FaultReason, *, pricing: 
     request, job = locked
     jobs = lock_processing_jobs(tx, request.id)
     statement = SETTLE_STALE_JOB if reason is FaultReason.STALE else SETTLE_JOB
-    settled = tx.execute(
-        statement, {"job": job_id, "state": "faulted", "reason": reason.value, "key": key, "answer": '{"reward": 0}'}
+    answer = json.dumps({"reward": 0} if reason is FaultReason.REPORTED else {"reward": 0, "reason": reason.value})
+    row = tx.execute(
+        statement, {"job": job_id, "state": "faulted", "reason": reason.value, "key": key, "answer": answer}
     ).one_or_none()
-    if settled is None:
+    if row is None:
         return classify(tx, job_id, key)
-    return after_fault(tx, request, job, jobs, reason, pricing=pricing, run_ms=settled.run_ms)
+    return after_fault(tx, request, job, jobs, reason, pricing=pricing, run_ms=row.run_ms)
 
 
 def after_fault(
@@ -71,20 +81,20 @@ def after_fault(
     change = Change(processing=-1, faulted=1, restarted=1, last_faulted=True)
     if request.outcome is not None:
         conclude(tx, job, JobState.FAULTED, "dropped", change, reason=reason, run_ms=run_ms)
-        return Settlement(Verdict.SETTLED)
+        return settled(request)
     others = [other for other in jobs if other.id != job.id]
     if faults >= FAULTED_GENERATIONS_LIMIT or not RULES[request.kind].restarts(request.n, request.stored, faults):
         drop_waiting(tx, request.id)
         change = dataclasses.replace(change, waiting=-request.waiting, outcome=Outcome.FAULTED)
         conclude(tx, job, JobState.FAULTED, "dropped", change, reason=reason, run_ms=run_ms)
         void(tx, others)
-        return Settlement(Verdict.SETTLED, outcome=Outcome.FAULTED)
+        return settled(request, outcome=Outcome.FAULTED)
     late = overdue(tx, request.id)
     if late is None:
         change = dataclasses.replace(change, tried=job.worker_id)
-        return put_back(tx, job, JobState.FAULTED, change, reason=reason, run_ms=run_ms)
+        return put_back(tx, request, job, JobState.FAULTED, change, reason=reason, run_ms=run_ms)
     # Nobody waits for another attempt: what would be a put-back is the cancel that maintenance was about to do.
     append(tx, settlement_event(JobState.FAULTED, job, reason=reason, run_ms=run_ms))
     drop_slot(tx, job)
     cancel_locked(tx, request, others, late, pricing=pricing, besides=change)
-    return Settlement(Verdict.SETTLED, outcome=Outcome.CANCELLED)
+    return settled(request, outcome=Outcome.CANCELLED)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from horde.db.database import Transaction
 from horde.lifecycle.fault import fault
 from horde.lifecycle.rows import lock_job_request, lock_processing_jobs
-from horde.lifecycle.settle import SETTLE_JOB, Change, Settlement, classify, conclude, drop_waiting, void
+from horde.lifecycle.settle import SETTLE_JOB, Change, Settlement, classify, conclude, drop_waiting, settled, void
 from horde.lifecycle.store import Pricing
 from horde.lifecycle.words import JobState, Outcome, Verdict
 
@@ -43,17 +43,17 @@ def reject(
         return Settlement(Verdict.GONE)
     request, job = locked
     jobs = lock_processing_jobs(tx, request.id)
-    settled = tx.execute(
+    row = tx.execute(
         SETTLE_JOB, {"job": job_id, "state": "rejected", "reason": error_code, "key": key, "answer": '{"reward": 0}'}
     ).one_or_none()
-    if settled is None:
+    if row is None:
         return classify(tx, job_id, key)
     change = Change(processing=-1, last_faulted=False)
     if request.outcome is not None:
-        conclude(tx, job, JobState.REJECTED, "dropped", change, reason=error_code, run_ms=settled.run_ms)
-        return Settlement(Verdict.SETTLED)
+        conclude(tx, job, JobState.REJECTED, "dropped", change, reason=error_code, run_ms=row.run_ms)
+        return settled(request)
     drop_waiting(tx, request.id)
     change = dataclasses.replace(change, waiting=-request.waiting, outcome=Outcome.REJECTED, error_code=error_code)
-    conclude(tx, job, JobState.REJECTED, "dropped", change, reason=error_code, run_ms=settled.run_ms)
+    conclude(tx, job, JobState.REJECTED, "dropped", change, reason=error_code, run_ms=row.run_ms)
     void(tx, [other for other in jobs if other.id != job.id])
-    return Settlement(Verdict.SETTLED, outcome=Outcome.REJECTED)
+    return settled(request, outcome=Outcome.REJECTED)

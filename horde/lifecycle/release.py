@@ -19,6 +19,7 @@ from horde.lifecycle.settle import (
     drop_slot,
     overdue,
     put_back,
+    settled,
     settlement_event,
 )
 from horde.lifecycle.store import Pricing
@@ -70,7 +71,7 @@ def _release(
     releases = tx.execute(READ_RELEASES, {"request": request.id, "slot": job.slot_idx}).scalar_one()
     capped = request.outcome is None and releases >= RELEASES_PER_SLOT
     state = JobState.FAULTED if capped else JobState.RELEASED
-    settled = tx.execute(
+    row = tx.execute(
         statement,
         {
             "job": job_id,
@@ -81,20 +82,20 @@ def _release(
             "start_within": START_WITHIN,
         },
     ).one_or_none()
-    if settled is None:
+    if row is None:
         return classify(tx, job_id, key)
     if capped:
-        return after_fault(tx, request, job, jobs, FaultReason.RELEASE_CAP, pricing=pricing, run_ms=settled.run_ms)
+        return after_fault(tx, request, job, jobs, FaultReason.RELEASE_CAP, pricing=pricing, run_ms=row.run_ms)
     change = Change(processing=-1, restarted=1, last_faulted=False)
     if request.outcome is not None:
-        conclude(tx, job, JobState.RELEASED, "dropped", change, reason=reason, run_ms=settled.run_ms)
-        return Settlement(Verdict.SETTLED)
+        conclude(tx, job, JobState.RELEASED, "dropped", change, reason=reason, run_ms=row.run_ms)
+        return settled(request)
     late = overdue(tx, request.id)
     if late is None:
         change = dataclasses.replace(change, tried=job.worker_id)
-        return put_back(tx, job, JobState.RELEASED, change, reason=reason, run_ms=settled.run_ms)
-    append(tx, settlement_event(JobState.RELEASED, job, reason=reason, run_ms=settled.run_ms))
+        return put_back(tx, request, job, JobState.RELEASED, change, reason=reason, run_ms=row.run_ms)
+    append(tx, settlement_event(JobState.RELEASED, job, reason=reason, run_ms=row.run_ms))
     drop_slot(tx, job)
     others = [other for other in jobs if other.id != job.id]
     cancel_locked(tx, request, others, late, pricing=pricing, besides=change)
-    return Settlement(Verdict.SETTLED, outcome=Outcome.CANCELLED)
+    return settled(request, outcome=Outcome.CANCELLED)

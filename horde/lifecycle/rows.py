@@ -35,6 +35,8 @@ SELECT id, slot_idx, posts_progress FROM jobs
 WHERE request_id = %(request)s AND state = 'processing' ORDER BY id FOR UPDATE
 """
 
+LOCK_JOB = Prepared("SELECT state FROM jobs WHERE id = %(job)s FOR UPDATE")
+
 READ_JOB = f"""
 SELECT r.id AS request_id, r.kind, r.user_id, {_JOB}
 FROM jobs j JOIN requests r ON r.id = j.request_id JOIN users owner ON owner.id = j.owner_id WHERE j.id = %(job)s
@@ -103,6 +105,11 @@ def lock_processing_jobs(tx: Transaction, request_id: uuid.UUID) -> list[Process
     """Lock all processing jobs of a request that is locked already."""
     rows = tx.execute(LOCK_PROCESSING_JOBS, {"request": request_id})
     return [ProcessingJob(row.id, row.slot_idx, row.posts_progress) for row in rows]
+
+
+def lock_job(tx: Transaction, job_id: uuid.UUID) -> str:
+    """Lock one job of a request that is locked already; its state."""
+    return str(tx.execute(LOCK_JOB, {"job": job_id}).scalar_one())
 
 
 def read_job(tx: Transaction, job_id: uuid.UUID) -> JobFacts | None:

@@ -14,7 +14,7 @@ from typing import Any
 from horde.db.database import Prepared, Transaction
 from horde.lifecycle import events
 from horde.lifecycle.enqueue import queue_keys
-from horde.lifecycle.rows import JobFacts, ProcessingJob, read_job
+from horde.lifecycle.rows import JobFacts, LockedRequest, ProcessingJob, read_job
 from horde.lifecycle.words import CancelReason, FaultReason, JobState, Outcome, Verdict
 
 # The compare-and-set: of any number of reports about one job, the one that finds it processing settles it.
@@ -41,12 +41,17 @@ WHERE request_id = %(request)s AND idx = %(slot)s AND state = 'processing'
 """
 
 # A fail-over goes on after what the client already has: what was contiguous when the attempt settled. Where nobody is attached
-# nobody has anything, and any worker may begin anew.
+# nobody has anything, and any worker may begin anew. Only the same model goes on with the same text, and only a worker that
+# posts goes on with a stream.
 KEEP_PREFIX = """
-UPDATE slots SET prefix_token_ids = progress.token_ids, prefix_text = progress.text
-FROM progress, requests r
-WHERE progress.job_id = %(job)s AND slots.request_id = %(request)s AND slots.idx = %(slot)s AND progress.token_ids <> '{}'
-  AND r.id = slots.request_id AND r.attached_until IS NOT NULL
+WITH kept AS (
+    UPDATE slots SET prefix_token_ids = progress.token_ids, prefix_text = progress.text, prefix_logprobs = progress.logprobs
+    FROM progress, requests r
+    WHERE progress.job_id = %(job)s AND slots.request_id = %(request)s AND slots.idx = %(slot)s AND progress.token_ids <> '{}'
+      AND r.id = slots.request_id AND r.attached_until IS NOT NULL
+    RETURNING slots.request_id)
+UPDATE requests r SET needs_progress = true, revision = coalesce(r.revision, jobs.revision)
+FROM kept, jobs WHERE r.id = kept.request_id AND jobs.id = %(job)s
 """
 
 DROP_WAITING = "UPDATE slots SET state = 'dropped' WHERE request_id = %(request)s AND state = 'waiting'"
@@ -97,6 +102,8 @@ class Settlement:
         answer: the first answer, for a repeated call.
         put_back: whether a slot waits again.
         waits_for: (kind, model) of the queue rows under which it does.
+        request_id: the request that changed, if one did.
+        attached: whether clients wait for it on open connections.
     """
 
     verdict: Verdict
@@ -105,6 +112,8 @@ class Settlement:
     put_back: bool = False
     waits_for: Sequence[tuple[str, str]] = ()
     outcome: Outcome | None = None
+    request_id: uuid.UUID | None = None
+    attached: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,15 +202,27 @@ def drop_slot(tx: Transaction, job: JobFacts) -> None:
     tx.execute(MOVE_SLOT, {"request": job.request_id, "slot": job.slot_idx, "slot_state": "dropped", "release": 0})
 
 
+def settled(request: LockedRequest, *, reward: int = 0, outcome: Outcome | None = None) -> Settlement:
+    """A report that settled a job of this request, which has `outcome` by it."""
+    return Settlement(Verdict.SETTLED, reward=reward, outcome=outcome, request_id=request.id, attached=request.attached)
+
+
 def put_back(
-    tx: Transaction, job: JobFacts, state: JobState, change: Change, *, reason: FaultReason | str, run_ms: float
+    tx: Transaction,
+    request: LockedRequest,
+    job: JobFacts,
+    state: JobState,
+    change: Change,
+    *,
+    reason: FaultReason | str,
+    run_ms: float,
 ) -> Settlement:
     """The slot waits again, with its index, seed and prefix; its request is in the queue at its old rank."""
     if job.posts_progress:
         tx.execute(KEEP_PREFIX, {"job": job.id, "request": job.request_id, "slot": job.slot_idx})
     conclude(tx, job, state, "waiting", dataclasses.replace(change, waiting=1), reason=reason, run_ms=run_ms)
     tx.execute(ENTER_QUEUE, {"request": job.request_id})
-    return Settlement(Verdict.SETTLED, put_back=True, waits_for=queue_keys(job.kind, job.models))
+    return dataclasses.replace(settled(request), put_back=True, waits_for=queue_keys(job.kind, job.models))
 
 
 def drop_waiting(tx: Transaction, request_id: uuid.UUID) -> None:
@@ -221,12 +242,12 @@ def overdue(tx: Transaction, request_id: uuid.UUID) -> CancelReason | None:
 def void(tx: Transaction, jobs: Sequence[ProcessingJob]) -> None:
     """Settle locked jobs as voided: their request has just ended, and nobody is to blame."""
     for locked in jobs:
-        settled = tx.execute(
+        row = tx.execute(
             SETTLE_JOB, {"job": locked.id, "state": "voided", "reason": None, "key": None, "answer": None}
         ).one()
         job = read_job(tx, locked.id)
         assert job is not None, "a locked job is there"
-        conclude(tx, job, JobState.VOIDED, "dropped", Change(processing=-1), run_ms=settled.run_ms)
+        conclude(tx, job, JobState.VOIDED, "dropped", Change(processing=-1), run_ms=row.run_ms)
 
 
 def settlement_event(

@@ -13,13 +13,17 @@ from horde.lifecycle.words import Kind, Outcome
 READ_STATUS = Prepared("""
 SELECT r.kind, r.user_id, r.n, r.waiting, r.processing, r.stored, r.faulted, r.restarted, r.charged, r.outcome, r.outcome_reason,
        r.error_code, r.last_settled_faulted, r.done_at IS NOT NULL AS done, r.models, r.max_length, r.rank,
+       r.attached_until IS NOT NULL AS attached,
+       CASE r.kind WHEN 'chat' THEN r.payload - '{messages,prompt,prompt_token_ids}'::text[] ELSE '{}' END AS payload,
        (SELECT coalesce(max(extract(epoch FROM horde_now() - j.claimed_at)), 0) FROM jobs j
         WHERE j.request_id = r.id AND j.state = 'processing' AND r.processing > 0)::float AS oldest_running,
        CASE WHEN r.stored = 0 THEN NULL ELSE (
             SELECT jsonb_agg(jsonb_build_object(
                        'slot', j.slot_idx, 'worker_id', j.worker_id, 'worker_name', j.worker_name, 'model', j.model,
                        'state', j.result_state, 'text', j.result, 'seed', coalesce(j.result_seed, s.seed),
-                       'gen_metadata', j.gen_metadata, 'finish_reason', j.finish_reason, 'tokens', j.tokens)
+                       'gen_metadata', j.gen_metadata, 'finish_reason', j.finish_reason, 'tokens', j.tokens,
+                       'token_ids', j.token_ids, 'logprobs', j.logprobs, 'cached_tokens', j.cached_tokens,
+                       'tokenizer_revision', j.tokenizer_revision)
                    ORDER BY j.slot_idx)
             FROM jobs j JOIN slots s ON s.request_id = j.request_id AND s.idx = j.slot_idx
             WHERE j.request_id = r.id AND j.state = 'stored') END AS results
@@ -35,6 +39,8 @@ class Status:
         charged: hundredths of a kudos so far.
         results: one per stored slot, by slot index.
         oldest_running: seconds since the claim of the job that runs longest.
+        payload: of a chat, what its worker gets, without the prompt itself; of other kinds nothing.
+        attached: whether clients wait, or waited, for it on open connections.
     """
 
     id: uuid.UUID
@@ -56,6 +62,8 @@ class Status:
     rank: dt.datetime
     oldest_running: float
     results: list[dict[str, Any]]
+    payload: dict[str, Any]
+    attached: bool
 
     @property
     def cancelled(self) -> bool:
@@ -92,4 +100,6 @@ def read_status(tx: Transaction, request_id: uuid.UUID) -> Status | None:
         rank=row.rank,
         oldest_running=row.oldest_running,
         results=row.results or [],
+        payload=row.payload,
+        attached=row.attached,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# A worker that posts progress renews its lease with each post; one that does not gets all of it at the claim.
+# A worker that posts progress renews its lease with its posts; one that does not gets all of it at the claim.
 PROGRESS_LEASE = 60
+# Posts come many times a second; a lease younger than this is left as it is.
+RENEW_AFTER = 5.0
 # A claim of such a worker that no post has named within this time is released.
 START_WITHIN = 15
 SHORTEST_LEASE, LONGEST_LEASE = 150, 3600

@@ -55,6 +55,7 @@ class FaultReason(StrEnum):
     """Why a job faulted; all but `release_cap` are aborts of its worker."""
 
     REPORTED = "reported"
+    CONTRADICTED = "contradicted"
     STALE = "stale"
     RELEASE_CAP = "release_cap"
 
@@ -75,5 +76,6 @@ class Verdict(StrEnum):
     ACKNOWLEDGED = "acknowledged"  # stored by a cancel before; its worker's own first submit
     DUPLICATE = "duplicate"  # stored already
     ABORTED = "aborted"  # faulted, released, rejected or voided already
+    CONTRADICTED = "contradicted"  # the result does not go on from what was posted; nothing changed
     NOT_DUE = "not_due"  # maintenance looked again after the lock: no reason to act
     GONE = "gone"  # no such job (any more)

@@ -82,6 +82,8 @@ def _settle(
         if settlement is not None and settlement.verdict is Verdict.SETTLED:
             count += 1
             context.wakeups.announce(settlement.waits_for)
+            if settlement.attached and settlement.request_id is not None:
+                context.streams.announce([settlement.request_id])
     return count
 
 
@@ -91,8 +93,9 @@ def _cancel(context: Context, statement: str, reason: CancelReason, may_go_on: C
         if not may_go_on():
             break
         work = functools.partial(cancel_if_due, request_id=request_id, reason=reason, pricing=price_result)
-        cancelled = _one(context, work)
-        count += cancelled is Cancelled.DONE
+        if _one(context, work) is Cancelled.DONE:
+            count += 1
+            context.streams.announce([request_id])
     return count
 
 

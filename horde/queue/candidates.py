@@ -15,11 +15,12 @@ from horde.db.database import Database, Prepared, Transaction
 from horde.errors import unavailable
 from horde.lifecycle.claim import TENANT
 from horde.lifecycle.enqueue import ANY_MODEL
+from horde.lifecycle.words import Kind
 from horde.queue.filter import CAN_SERVE, CONDITIONS, IS_OPEN, IS_WANTED, MAY_RETRY, OFFER
 
 T = TypeVar("T")
 
-# How many rows per model are looked at: more than one, since others may hold locks on the first.
+# How many rows per kind and model are looked at: more than one, since others may hold locks on the first.
 DEPTH = 10
 SKIPPED_DEPTH = 200
 LOCK_WAIT = "2s"
@@ -29,27 +30,28 @@ CONTENTION_SECONDS = 5.0
 _PER_MODEL = f"""
     SELECT q.request_id
     FROM queue q JOIN requests r ON r.id = q.request_id
-    WHERE <whose> AND q.kind = %(kind)s AND q.model = offered.model AND {IS_WANTED} AND {CAN_SERVE} AND {MAY_RETRY}
+    WHERE <whose> AND q.kind = offered.kind AND q.model = offered.model AND {IS_WANTED} AND {CAN_SERVE} AND {MAY_RETRY}
     ORDER BY <order> q.rank, q.request_id LIMIT %(depth)s"""
 _OF_ALL = _PER_MODEL.replace("<whose>", "true").replace("<order>", "")
 # One user in an array: with a plain `=` the planner sees no need for the user in the order, and where the statistics show
 # one user's flood it would walk everybody's rows by the other index to find none of this one.
 _OF_FRIEND = _PER_MODEL.replace("<whose>", "q.user_id = ANY (ARRAY[friend.id])").replace("<order>", "q.user_id,")
 
-# One index scan per model (and friend), each stopping after `depth` rows: the cost does not grow with the queue.
+_OFFERED = "unnest(%(queue_kinds)s::text[], %(queue_models)s::text[]) AS offered (kind, model)"
+
+# One index scan per kind and model (and friend), each stopping after `depth` rows: the cost does not grow with the queue.
 _CANDIDATES = f"""
 WITH w AS ({OFFER}),
 candidates AS (
-    SELECT found.* FROM w, unnest(%(friends)s::bigint[]) AS friend (id), unnest(%(queue_models)s::text[]) AS offered (model),
-        LATERAL ({_OF_FRIEND}) found
+    SELECT found.* FROM w, unnest(%(friends)s::bigint[]) AS friend (id), {_OFFERED}, LATERAL ({_OF_FRIEND}) found
     UNION ALL
-    SELECT found.* FROM w, unnest(%(queue_models)s::text[]) AS offered (model), LATERAL ({_OF_ALL}) found)
+    SELECT found.* FROM w, {_OFFERED}, LATERAL ({_OF_ALL}) found)
 """
 
 # Ids in an array, not a join: a plan made while the queue was short would look for the candidates once per request.
 # `r` is asked again after the lock (its row may have changed since), so IS_OPEN stands here a second time.
 CHOOSE = Prepared(f"""{_CANDIDATES}
-SELECT r.id, r.models, r.max_length, r.max_context_length, r.payload, r.kind, r.attached_until IS NOT NULL AS attached,
+SELECT r.id, r.models, r.revision, r.max_length, r.max_context_length, r.payload, r.kind, r.attached_until IS NOT NULL AS attached,
        {TENANT} AS tenant
 FROM requests r WHERE r.id = ANY (ARRAY(SELECT request_id FROM candidates)) AND {IS_OPEN}
 ORDER BY r.user_id <> ALL (%(friends)s::bigint[]), r.rank, r.id LIMIT 1 FOR UPDATE OF r
@@ -63,8 +65,8 @@ WITH w AS ({OFFER})
 SELECT CASE {" ".join(f"WHEN NOT {condition} THEN '{reason}'" for reason, condition in CONDITIONS.items())} END AS reason,
        count(*) AS skipped
 FROM w, LATERAL (
-    SELECT first.request_id FROM unnest(%(queue_models)s::text[]) AS offered (model), LATERAL (
-        SELECT q.rank, q.request_id FROM queue q WHERE q.kind = %(kind)s AND q.model = offered.model
+    SELECT first.request_id FROM {_OFFERED}, LATERAL (
+        SELECT q.rank, q.request_id FROM queue q WHERE q.kind = offered.kind AND q.model = offered.model
         ORDER BY q.rank, q.request_id LIMIT %(depth)s) first
     GROUP BY first.request_id ORDER BY min(first.rank) LIMIT %(depth)s) ahead
 JOIN requests r ON r.id = ahead.request_id
@@ -77,30 +79,43 @@ class Popper:
     """Who asks for work, as this pop says and as the registry knows.
 
     Attributes:
+        kinds: what it takes with this one pop.
         friends: users whose requests come first: the owner and `priority_usernames`.
         speed: tokens per second, None until measured.
+        revisions: keys of the revisions of its models that it announced; a request that is pinned to one needs it among them.
     """
 
     worker_id: uuid.UUID
-    kind: str
+    kinds: Sequence[str]
     models: Sequence[str]
     max_length: int
     max_context_length: int
     trusted: bool
     speed: float | None
     friends: Sequence[int] = field(default_factory=list)
+    posts_progress: bool = False
+    revisions: Sequence[str] = field(default_factory=list)
+
+    def queue_keys(self) -> list[tuple[str, str]]:
+        """(kind, model) of each stretch of the queue that it looks at. A chat always names its model."""
+        keys = [(str(kind), model) for kind in self.kinds for model in self.models]
+        keys += [(str(kind), ANY_MODEL) for kind in self.kinds if kind != Kind.CHAT]
+        return list(dict.fromkeys(keys))
 
     def parameters(self, depth: int) -> dict[str, Any]:
         """By the names of the statements above."""
+        keys = self.queue_keys()
         return {
             "worker": self.worker_id,
-            "kind": self.kind,
             "models": list(self.models),
-            "queue_models": [*dict.fromkeys(self.models), ANY_MODEL],
+            "queue_kinds": [kind for kind, _ in keys],
+            "queue_models": [model for _, model in keys],
             "max_length": self.max_length,
             "max_context_length": self.max_context_length,
             "trusted": self.trusted,
             "speed": self.speed,
+            "posts_progress": self.posts_progress,
+            "revisions": list(self.revisions),
             "friends": list(self.friends),
             "depth": depth,
         }
@@ -113,6 +128,7 @@ class Candidate:
     request_id: uuid.UUID
     kind: str
     models: list[str]
+    revision: str | None
     max_length: int
     max_context_length: int
     payload: dict[str, Any]
@@ -132,6 +148,7 @@ def choose(tx: Transaction, popper: Popper, *, wait_for_locks: bool = False) -> 
         request_id=row.id,
         kind=row.kind,
         models=row.models,
+        revision=row.revision,
         max_length=row.max_length,
         max_context_length=row.max_context_length,
         payload=row.payload,

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-from horde.db.tables.workers import ONLINE_SECONDS
-
-# Tokens per second below which a worker is slow; one that was never measured is not.
-SLOW_BELOW = 5.0
+from horde.db.tables.workers import ONLINE_SECONDS, SLOW_BELOW
 
 # Reason of `skipped` -> the condition under which a worker may take the request as far as this reason goes.
 CONDITIONS: dict[str, str] = {
@@ -18,8 +15,11 @@ CONDITIONS: dict[str, str] = {
     "max_length": "r.max_length <= w.max_length",
     "performance": f"(r.slow_workers OR coalesce(w.speed, {SLOW_BELOW}) >= {SLOW_BELOW})",
     "maintenance": "(NOT w.maintenance OR w.owner_id = r.user_id)",
+    "revision": "(r.revision IS NULL OR r.revision = ANY (w.revisions))",
+    "progress": "(NOT r.needs_progress OR w.posts_progress)",
 }
 
+TAKES_KIND = "r.kind = ANY (w.kinds)"
 SERVES_MODEL = "(r.models = '{}' OR r.models && w.models)"
 
 CAN_SERVE = "(" + " AND ".join(CONDITIONS.values()) + ")"
@@ -34,14 +34,15 @@ IS_OPEN = f"(r.waiting + 0 > 0 AND r.outcome IS NULL AND {IS_WANTED})"
 # A worker that faulted or released a request gets it again only when nobody else who is online could serve it.
 MAY_RETRY = f"""(NOT w.id = ANY (r.tried_workers) OR NOT EXISTS (
     SELECT FROM worker_offers o
-    WHERE o.id <> w.id AND NOT o.id = ANY (r.tried_workers) AND o.kind = r.kind
+    WHERE o.id <> w.id AND NOT o.id = ANY (r.tried_workers) AND {TAKES_KIND.replace("w.", "o.")}
       AND o.last_check_in > horde_now() - interval '{ONLINE_SECONDS} seconds'
       AND {SERVES_MODEL.replace("w.", "o.")} AND {CAN_SERVE.replace("w.", "o.")}))"""
 
-# A pop's own words: its list of models counts, not the one of the worker's last check-in. Whether the worker is paused or
+# A pop's own words: its models and their revisions count, not those of the worker's last check-in. Whether the worker is paused or
 # deleted is asked of its row each time: a long poll would know it as it was when it began.
 OFFER = """
 SELECT id, owner_id, maintenance, %(models)s::text[] AS models, %(max_length)s::int AS max_length,
-       %(max_context_length)s::int AS max_context_length, %(trusted)s::bool AS trusted, %(speed)s::float AS speed
+       %(max_context_length)s::int AS max_context_length, %(trusted)s::bool AS trusted, %(speed)s::float AS speed,
+       %(posts_progress)s::bool AS posts_progress, %(revisions)s::text[] AS revisions
 FROM workers WHERE id = %(worker)s AND deleted_at IS NULL
 """

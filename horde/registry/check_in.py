@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from horde.db.database import Prepared, Transaction
 from horde.db.tables.workers import ONLINE_SECONDS
 from horde.errors import HordeError, bad_request, forbidden
+from horde.registry.revisions import Manifest, revision_key
 
 # An unchanged worker is written at most this often; a changed one at once.
 WRITE_EVERY = 5
@@ -17,7 +19,8 @@ WORKERS_PER_USER, WORKERS_PER_TRUSTED_USER = 3, 20
 
 READ_WORKER = Prepared("""
 SELECT w.id, w.owner_id, w.kind, w.models, w.max_length, w.max_context_length, w.threads, w.nsfw, w.posts_progress, w.bridge_agent,
-       w.maintenance, w.maintenance_message, w.last_check_in <= horde_now() - make_interval(secs => %(write_every)s) AS due,
+       w.kinds, w.manifests, w.revisions, w.maintenance, w.maintenance_message,
+       w.last_check_in <= horde_now() - make_interval(secs => %(write_every)s) AS due,
        w.last_check_in > horde_now() - make_interval(secs => %(online)s) AS online,
        tokens_per_second(t.recent_tokens, t.recent_seconds) AS speed
 FROM workers w LEFT JOIN worker_totals t ON t.worker_id = w.id
@@ -30,7 +33,8 @@ _UPTIME = """uptime + CASE WHEN horde_now() - last_check_in < make_interval(secs
 CHECK_IN = f"""
 UPDATE workers SET uptime = {_UPTIME},
     last_check_in = horde_now(), models = %(models)s, max_length = %(max_length)s, max_context_length = %(max_context_length)s,
-    threads = %(threads)s, nsfw = %(nsfw)s, posts_progress = %(posts_progress)s, bridge_agent = %(bridge_agent)s
+    threads = %(threads)s, nsfw = %(nsfw)s, posts_progress = %(posts_progress)s, bridge_agent = %(bridge_agent)s,
+    kinds = %(kinds)s, manifests = %(manifests)s, revisions = %(revisions)s
 WHERE id = %(id)s AND deleted_at IS NULL
 """
 
@@ -57,9 +61,9 @@ SELECT count(*) FROM workers WHERE owner_id = %(owner)s AND deleted_at IS NULL A
 
 REGISTER = """
 INSERT INTO workers (id, name, kind, owner_id, created_at, last_check_in, models, max_length, max_context_length, threads, nsfw,
-                     posts_progress, bridge_agent)
+                     posts_progress, bridge_agent, kinds, manifests, revisions)
 VALUES (%(id)s, %(name)s, %(kind)s, %(owner)s, horde_now(), horde_now(), %(models)s, %(max_length)s, %(max_context_length)s,
-        %(threads)s, %(nsfw)s, %(posts_progress)s, %(bridge_agent)s)
+        %(threads)s, %(nsfw)s, %(posts_progress)s, %(bridge_agent)s, %(kinds)s, %(manifests)s, %(revisions)s)
 ON CONFLICT (name) WHERE deleted_at IS NULL DO UPDATE SET last_check_in = excluded.last_check_in
     WHERE workers.owner_id = excluded.owner_id
 """
@@ -67,7 +71,13 @@ ON CONFLICT (name) WHERE deleted_at IS NULL DO UPDATE SET last_check_in = exclud
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a worker says of itself with each pop."""
+    """What a worker says of itself with each pop.
+
+    Attributes:
+        kind: the family it belongs to, for good.
+        kinds: what it takes with this pop; its `kind` alone where it names none.
+        manifests: of its models, by their names.
+    """
 
     name: str
     kind: str
@@ -78,10 +88,21 @@ class Announcement:
     nsfw: bool = True
     posts_progress: bool = False
     bridge_agent: str = "unknown:0:unknown"
+    kinds: Sequence[str] = ()
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
 
     def columns(self) -> dict[str, Any]:
-        """By the names of the table."""
-        return {**self.__dict__, "models": list(self.models)}
+        """By the names of the table, as a row of it is read."""
+        return {
+            **self.__dict__,
+            "models": list(self.models),
+            "kinds": sorted({str(kind) for kind in self.kinds} or {str(self.kind)}),
+            "manifests": {model: manifest.as_json() for model, manifest in self.manifests.items()},
+            "revisions": [
+                revision_key(model, manifest.model_revision, manifest.tokenizer_revision)
+                for model, manifest in self.manifests.items()
+            ],
+        }
 
 
 @dataclass(frozen=True)
@@ -119,7 +140,7 @@ def check_in(tx: Transaction, owner_id: int, announcement: Announcement) -> Chec
         return None
     columns = announcement.columns()
     if row.due or any(getattr(row, name) != value for name, value in columns.items() if name != "name"):
-        tx.execute(CHECK_IN, {**columns, "id": row.id, "online": ONLINE_SECONDS})
+        tx.execute(CHECK_IN, {**_written(columns), "id": row.id, "online": ONLINE_SECONDS})
     return CheckedIn(row.id, row.maintenance, row.maintenance_message, row.speed)
 
 
@@ -151,7 +172,11 @@ def register(tx: Transaction, owner_id: int, announcement: Announcement, *, trus
         most = WORKERS_PER_TRUSTED_USER if trusted else WORKERS_PER_USER
         if live >= most:
             raise too_many_workers(most, trusted=trusted)
-    tx.execute(REGISTER, {**announcement.columns(), "id": uuid.uuid4(), "owner": owner_id})
+    tx.execute(REGISTER, {**_written(announcement.columns()), "id": uuid.uuid4(), "owner": owner_id})
+
+
+def _written(columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {**columns, "manifests": json.dumps(columns["manifests"])}
 
 
 def too_many_workers(most: int, *, trusted: bool) -> HordeError:

@@ -11,8 +11,8 @@ from horde.db.tables.workers import ONLINE_SECONDS
 
 # `fresh` are the worker's unfolded events: a read shows a settlement at once.
 READ_WORKERS = """
-SELECT w.id, w.name, w.kind, w.owner_id, w.models, w.max_length, w.max_context_length, w.threads, w.nsfw, w.bridge_agent, w.uptime,
-       w.info, w.maintenance, w.maintenance_message, w.created_at, owner.name AS owner_name, owner.trusted, owner.flagged,
+SELECT w.id, w.name, w.kind, w.kinds, w.owner_id, w.models, w.max_length, w.max_context_length, w.threads, w.nsfw, w.bridge_agent,
+       w.uptime, w.info, w.maintenance, w.maintenance_message, w.created_at, owner.name AS owner_name, owner.trusted, owner.flagged,
        owner.public_workers, w.last_check_in > horde_now() - make_interval(secs => %(online)s) AS online,
        coalesce(t.fulfilled, 0) + coalesce(fresh.fulfilled, 0) AS fulfilled,
        coalesce(t.aborted, 0) + coalesce(fresh.aborted, 0) AS aborted,
@@ -39,12 +39,13 @@ _BY = {
     "id": "w.id = %(value)s",
     "name": "w.name = %(value)s",
     "owner": "w.owner_id = %(value)s",
-    "online": "w.last_check_in > horde_now() - make_interval(secs => %(online)s) AND (%(value)s::text IS NULL OR w.kind = %(value)s)",
+    "online": """w.last_check_in > horde_now() - make_interval(secs => %(online)s)
+        AND (%(value)s::text IS NULL OR w.kind = %(value)s OR %(value)s = ANY (w.kinds))""",
 }
 
 SERVED_BY_TRUSTED = """
 SELECT DISTINCT model FROM worker_offers w, unnest(w.models) AS model
-WHERE w.kind = %(kind)s AND w.trusted AND NOT w.maintenance
+WHERE %(kind)s::text = ANY (w.kinds) AND w.trusted AND NOT w.maintenance
   AND w.last_check_in > horde_now() - make_interval(secs => %(online)s)
 """
 
@@ -72,7 +73,7 @@ RETURNING id, name
 
 
 def read_workers(tx: Transaction, by: str, value: Any = None) -> Sequence[Any]:
-    """Rows of workers by `id`, `name`, `owner` (user id), or those `online` (of a kind, or None for all)."""
+    """Rows of workers by `id`, `name`, `owner` (user id), or those `online` (of a kind or taking it, or None for all)."""
     statement = READ_WORKERS.format(which=_BY[by])
     return tx.execute(statement, {"value": value, "online": ONLINE_SECONDS}).all()
 

@@ -54,7 +54,8 @@ WITH {_WAITING},
 offered AS (
     SELECT model, sum(w.threads) AS count, avg(w.speed) AS performance, sum(coalesce(w.speed, 0) * w.threads) AS speed
     FROM worker_offers w, unnest(w.models) AS model
-    WHERE w.kind = %(kind)s AND w.last_check_in > horde_now() - make_interval(secs => %(online)s) AND NOT w.maintenance
+    WHERE %(kind)s::text = ANY (w.kinds) AND w.last_check_in > horde_now() - make_interval(secs => %(online)s)
+      AND NOT w.maintenance
     GROUP BY model),
 queued AS (
     SELECT model, sum(waiting) * scale AS jobs, sum(waiting::bigint * max_length) * scale AS tokens

@@ -6,7 +6,7 @@ import functools
 import random
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from horde.db.database import Transaction
@@ -28,6 +28,9 @@ class PoppedJob:
     Attributes:
         request_id: never shown to a worker: who knows it may cancel the request.
         ttl: the lease in seconds.
+        model_revision, tokenizer_revision: what the worker announced for this model with its pop, if it did.
+        deadline: seconds from now after which nobody wants the result.
+        prefix_token_ids, prefix_text: what the client has of this slot's output already; the worker goes on behind it.
         attached: whether a client waits on an open connection for what is posted.
         cache_salt: as `horde.usecases.cache_salt` makes it.
     """
@@ -42,6 +45,11 @@ class PoppedJob:
     slot: int
     attached: bool
     cache_salt: str
+    model_revision: str | None = None
+    tokenizer_revision: str | None = None
+    deadline: float | None = None
+    prefix_token_ids: list[int] = field(default_factory=list)
+    prefix_text: str = ""
 
 
 class ClaimedMeanwhile(Exception):  # noqa: N818 not an error: the same pop was sent twice and the other was first
@@ -68,7 +76,7 @@ def take(
     count: int,
 ) -> Sequence[PoppedJob]:
     """Claim up to `count` slots of a request that was chosen, for one of the worker's `models`."""
-    common = [model for model in models if not candidate.models or model in candidate.models]
+    common = [model for model in models if _may_run(candidate, claimant, model)]
     model = random.choice(common)  # noqa: S311 any of them will do
     lease = terms.lease(
         max_length=candidate.max_length, tokens_per_second=speed, posts_progress=claimant.posts_progress
@@ -86,9 +94,22 @@ def take(
             slot=job.slot,
             attached=candidate.attached,
             cache_salt=cache_salt(candidate.tenant, claimant.id),
+            model_revision=job.model_revision,
+            tokenizer_revision=job.tokenizer_revision,
+            deadline=job.deadline_in,
+            prefix_token_ids=list(job.prefix_token_ids or ()),
+            prefix_text=job.prefix_text or "",
         )
         for job in jobs
     ]
+
+
+def _may_run(candidate: Candidate, claimant: Claimant, model: str) -> bool:
+    """Whether the request may run on this model of the worker: one that it names, in the revision that it is pinned to."""
+    if candidate.models and model not in candidate.models:
+        return False
+    served = claimant.served.get(model)
+    return candidate.revision is None or (served is not None and served.key == candidate.revision)
 
 
 def held_under_key(context: Context, claimant: Claimant) -> Sequence[PoppedJob]:
@@ -109,6 +130,11 @@ def held_under_key(context: Context, claimant: Claimant) -> Sequence[PoppedJob]:
             slot=job.slot,
             attached=job.attached,
             cache_salt=cache_salt(job.tenant, claimant.id),
+            model_revision=job.model_revision,
+            tokenizer_revision=job.tokenizer_revision,
+            deadline=job.deadline_in,
+            prefix_token_ids=list(job.prefix_token_ids or ()),
+            prefix_text=job.prefix_text or "",
         )
         for job in held
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,14 +13,17 @@ from typing import Any
 from horde.admission.keys import User, authenticate, require_registered
 from horde.db.database import Transaction
 from horde.errors import bad_request, forbidden, unavailable
-from horde.lifecycle.claim import Claimant
+from horde.lifecycle.claim import Claimant, Served
 from horde.lifecycle.words import Kind
 from horde.queue.candidates import Candidate, Popper, claim_first, count_skipped
 from horde.queue.wakeup import Waiter
 from horde.registry.check_in import Announcement, CheckedIn, check_in, register
 from horde.registry.names import worker_name
+from horde.registry.revisions import Manifest, revision_key
 from horde.usecases.context import Context
 from horde.usecases.hand_out import ClaimedMeanwhile, PoppedJob, hand_back, held_under_key, stop_if_claimed, take
+
+__all__ = ["Manifest", "Offer", "Popped", "PoppedJob", "pop"]
 
 MOST_MODELS = 200
 LONGEST_WAIT = 25.0
@@ -28,7 +32,7 @@ LOOK_AGAIN = 5.0
 # and asks this often whether its client is still there.
 CLIENT_CHECK = 1.0
 MOST_USEFUL_POLLS = 8
-# Index ranges that one pop may look at: its friends times its models.
+# Index ranges that one pop may look at: its friends times its kinds and models.
 MOST_RANGES = 1000
 
 
@@ -37,6 +41,8 @@ class Offer:
     """What a worker's pop says.
 
     Attributes:
+        kinds: what it takes with this one pop, of `text` and `chat`.
+        manifests: of its models, by their names; who takes `chat` gives one for each.
         wait: seconds to wait for work, at most 25.
         amount: most jobs to hand out, all of one request, where there are no `slots`.
         slots: most jobs to hand out, of as many requests as that needs.
@@ -47,6 +53,8 @@ class Offer:
     models: list[str]
     max_length: int
     max_context_length: int
+    kinds: Sequence[str] = (Kind.TEXT,)
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
     threads: int = 1
     amount: int = 1
     slots: int | None = None
@@ -68,8 +76,10 @@ class Popped:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
 
-def pop_text(context: Context, api_key: str, offer: Offer, *, client_gone: Callable[[], bool]) -> Popped:
+def pop(context: Context, api_key: str, offer: Offer, *, client_gone: Callable[[], bool]) -> Popped:
     """Claim the first request that this worker may take; with `slots` the first few, as many as it has room for.
+
+    Requests of all its kinds stand in one line, by rank.
 
     Args:
         client_gone: whether the caller has hung up; such a poll never takes a job.
@@ -77,7 +87,8 @@ def pop_text(context: Context, api_key: str, offer: Offer, *, client_gone: Calla
     Raises:
         HordeError: 400, 401, 403; 403 `WorkerMaintenance` when only the owner's requests would be served and there are none.
     """
-    user, worker, popper = _check_in(context, api_key, offer)
+    models = _checked_models(offer)
+    user, worker, popper = _check_in(context, api_key, offer, models)
     claimant = Claimant(
         worker.id,
         worker_name(offer.name),
@@ -85,6 +96,10 @@ def pop_text(context: Context, api_key: str, offer: Offer, *, client_gone: Calla
         posts_progress=offer.progress,
         claim_key=offer.idempotency_key,
         bridge_agent=offer.bridge_agent,
+        served={
+            model: Served(manifest.model_revision, manifest.tokenizer_revision, _key(model, manifest))
+            for model, manifest in _manifests(offer, models).items()
+        },
     )
     jobs = held_under_key(context, claimant)
     if not jobs:
@@ -107,10 +122,32 @@ def _maintenance_message(worker: CheckedIn) -> str:
     return f"This worker is in maintenance mode: {reason}"
 
 
-def _check_in(context: Context, api_key: str, offer: Offer) -> tuple[User, CheckedIn, Popper]:
+def _checked_models(offer: Offer) -> list[str]:
+    """The models that count, each once; raises HordeError 400 where the offer does not hold together."""
     models = list(dict.fromkeys(offer.models))[:MOST_MODELS]
     if not models:
         raise bad_request("we cannot accept workers serving no model at all.", field="models")
+    if Kind.CHAT in offer.kinds:
+        if not offer.progress:
+            raise bad_request("A worker that takes chats posts progress: `progress` has to be true.", field="progress")
+        for model in models:
+            if model not in offer.manifests:
+                raise bad_request(
+                    "A worker that takes chats gives a manifest for each of its models.", field=f"manifests.{model}"
+                )
+    return models
+
+
+def _manifests(offer: Offer, models: Sequence[str]) -> dict[str, Manifest]:
+    return {model: offer.manifests[model] for model in models if model in offer.manifests}
+
+
+def _key(model: str, manifest: Manifest) -> str:
+    return revision_key(model, manifest.model_revision, manifest.tokenizer_revision)
+
+
+def _check_in(context: Context, api_key: str, offer: Offer, models: Sequence[str]) -> tuple[User, CheckedIn, Popper]:
+    manifests = _manifests(offer, models)
     announcement = Announcement(
         name=worker_name(offer.name),
         kind=Kind.TEXT,
@@ -121,6 +158,8 @@ def _check_in(context: Context, api_key: str, offer: Offer) -> tuple[User, Check
         nsfw=offer.nsfw,
         posts_progress=offer.progress,
         bridge_agent=offer.bridge_agent,
+        kinds=offer.kinds,
+        manifests=manifests,
     )
 
     def known(tx: Transaction) -> tuple[User, CheckedIn | None]:
@@ -137,15 +176,18 @@ def _check_in(context: Context, api_key: str, offer: Offer) -> tuple[User, Check
         raise unavailable("This worker was deleted at this very moment; try again.")
     popper = Popper(
         worker_id=worker.id,
-        kind=Kind.TEXT,
+        kinds=list(dict.fromkeys(offer.kinds)),
         models=models,
         max_length=offer.max_length,
         max_context_length=offer.max_context_length,
         trusted=user.trusted,
         speed=worker.speed,
-        friends=_friends(user, offer.priority_usernames)[: max(1, MOST_RANGES // len(models))],
+        friends=_friends(user, offer.priority_usernames),
+        posts_progress=offer.progress,
+        revisions=[_key(model, manifest) for model, manifest in manifests.items()],
     )
-    return user, worker, popper
+    most_friends = max(1, MOST_RANGES // len(popper.queue_keys()))
+    return user, worker, dataclasses.replace(popper, friends=popper.friends[:most_friends])
 
 
 def _friends(user: User, usernames: Sequence[str]) -> list[int]:
@@ -177,12 +219,12 @@ def _claim_or_wait(
         if count == most:
             # Nothing is taken yet: what is found under the key is not this pop's own.
             stop_if_claimed(tx, claimant)
-        return take(tx, candidate, claimant, models=offer.models, speed=speed, terms=context.terms, count=count)
+        return take(tx, candidate, claimant, models=popper.models, speed=speed, terms=context.terms, count=count)
 
     until = time.monotonic() + min(offer.wait, LONGEST_WAIT)
     with ExitStack() as waits:
-        may_wait = offer.wait > 0 and waits.enter_context(context.wakeups.place(_shares(context, offer, claimant)))
-        woken = waits.enter_context(context.wakeups.waiting(popper.kind, popper.models))
+        may_wait = offer.wait > 0 and waits.enter_context(context.places.place(_shares(context, offer, claimant)))
+        woken = waits.enter_context(context.wakeups.waiting(popper.queue_keys()))
         while True:
             if client_gone() or context.wakeups.closed:
                 return []
@@ -204,6 +246,7 @@ def _claim_or_wait(
 def _shares(context: Context, offer: Offer, claimant: Claimant) -> dict[object, int]:
     """How many places a worker and its owner may hold: a few more than the worker has use for, and a quarter of all."""
     return {
+        ("polls",): context.places.most_polls,
         ("worker", claimant.id): min(offer.threads, MOST_USEFUL_POLLS) + 2,
         ("owner", claimant.owner_id): max(2, context.settings.max_waiting_polls // 4),
     }

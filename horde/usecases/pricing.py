@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from horde.kudos import prices
 from horde.lifecycle.rows import JobFacts
 from horde.lifecycle.store import Price, Result
@@ -11,19 +13,34 @@ def price_result(job: JobFacts, result: Result) -> Price:
     """What one stored result costs its client and earns its worker's owner.
 
     Text and chat by AI Horde's text formula, but no more than the order was quoted where it named its models; images have no
-    worker here yet and cost the fee alone.
+    worker here yet and cost the fee alone. The client pays all that was delivered. A worker that went on with what another
+    one had begun earns for its own tokens, and nothing where there are none.
     """
-    if "prompt" not in job.payload:
+    prompt_tokens = _prompt_tokens(job.payload)
+    if prompt_tokens is None:
         return Price(price=prices.FEE, reward=0)
-    prompt_tokens = prices.estimate_tokens(str(job.payload["prompt"]))
+    worth = _reward(job, prompt_tokens, result.tokens)
+    reward = worth
+    if result.prefix_tokens:
+        reward = _reward(job, prompt_tokens, result.own_tokens) if result.own_tokens else 0
+    return Price(price=worth + prices.FEE, reward=reward)
+
+
+def _prompt_tokens(payload: dict[str, Any]) -> int | None:
+    if "prompt_tokens" in payload:
+        return int(payload["prompt_tokens"])
+    return prices.estimate_tokens(str(payload["prompt"])) if "prompt" in payload else None
+
+
+def _reward(job: JobFacts, prompt_tokens: int, tokens: int) -> int:
     reward = prices.text_reward(
-        tokens=min(job.max_length, max(prices.LEAST_TOKENS, result.tokens)),
+        tokens=min(job.max_length, max(prices.LEAST_TOKENS, tokens)),
         prompt_tokens=prompt_tokens,
         model=job.model,
         trusted=job.owner_trusted,
         validated=prices.is_validated(job.bridge_agent),
     )
-    if job.models:
-        quoted = prices.most_per_text(max_length=job.max_length, prompt_tokens=prompt_tokens, models=job.models)
-        reward = min(reward, quoted - prices.FEE)
-    return Price(price=reward + prices.FEE, reward=reward)
+    if not job.models:
+        return reward
+    quoted = prices.most_per_text(max_length=job.max_length, prompt_tokens=prompt_tokens, models=job.models)
+    return min(reward, quoted - prices.FEE)

@@ -16,7 +16,7 @@ __all__ = ["Chunk", "Progressed", "post_progress"]
 
 
 def post_progress(context: Context, api_key: str, worker: str, chunks: Sequence[Chunk]) -> list[Progressed]:
-    """Renew the leases of these jobs and keep what is new of them; one answer a job, the last one of a job named twice.
+    """Keep the leases of these jobs alive and what is new of their output; one answer a job, the last one of a job named twice.
 
     The worker counts as online with it, also without any job. A job that isn't the caller's is answered `stale`.
 
@@ -35,4 +35,5 @@ def post_progress(context: Context, api_key: str, worker: str, chunks: Sequence[
         return []
     lease = context.terms.lease(max_length=0, tokens_per_second=None, posts_progress=True)
     answers = context.database.run(lambda tx: progress.post_progress(tx, user.id, chunks, lease=lease))
+    context.streams.announce({answer.announce for answer in answers if answer.announce is not None})
     return list({answer.job_id: answer for answer in answers}.values())

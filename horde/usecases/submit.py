@@ -12,17 +12,17 @@ from horde.db.database import Prepared, Transaction
 from horde.errors import HordeError, bad_request, forbidden, invalid_key, not_found
 from horde.kudos.prices import HUNDREDTHS, estimate_tokens
 from horde.lifecycle.fault import fault
-from horde.lifecycle.reject import reject
+from horde.lifecycle.reject import Rejection, reject
 from horde.lifecycle.release import release
 from horde.lifecycle.settle import Settlement
 from horde.lifecycle.store import Result, store
-from horde.lifecycle.words import CHARACTERS_KEPT_PER_TOKEN, ResultState, Verdict
+from horde.lifecycle.words import CHARACTERS_KEPT_PER_TOKEN, FaultReason, ResultState, Verdict
 from horde.usecases.context import Context
 from horde.usecases.pricing import price_result
 
 # The job first, then the key, then whose job it is: workers rely on that order of errors.
 FIND_JOB = Prepared("""
-SELECT j.owner_id, r.max_length, u.id AS user_id
+SELECT j.owner_id, j.tokenizer_revision, r.max_length, r.payload - '{messages,prompt}'::text[] AS payload, u.id AS user_id
 FROM jobs j JOIN requests r ON r.id = j.request_id LEFT JOIN users u ON u.key_hash = %(hash)s AND u.deleted_at IS NULL
 WHERE j.id = %(job)s
 """)
@@ -34,6 +34,9 @@ class Submission:
 
     Attributes:
         state: `ok`, `censored`, `csam`, `faulted`, `released` or `rejected`.
+        text, token_ids: the slot's whole output, with a prefix that the job was given.
+        logprobs: one entry for each token behind the prefix: `[id, logprob, [[id, logprob], ...]]`.
+        cached_tokens: of the prompt, found computed already.
         error_code: why, for `rejected`.
     """
 
@@ -44,18 +47,21 @@ class Submission:
     gen_metadata: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+    logprobs: list[Any] | None = None
+    cached_tokens: int | None = None
     error_code: str | None = None
     idempotency_key: str | None = None
 
 
-def submit_text(context: Context, api_key: str, submission: Submission) -> float:
+def submit(context: Context, api_key: str, submission: Submission) -> float:
     """Settle the job as reported; returns the reward in kudos.
 
     Of a text, 100 characters for each token of the order's `max_length` are kept. A repeat with the first call's idempotency
-    key is answered as that was, whatever it says.
+    key is answered as that was, whatever it says. A result that does not go on from what was posted is a fault of the worker.
 
     Raises:
-        HordeError: 404 `InvalidJobID`, 401, 403 `WrongCredentials`, 400 `DuplicateGen` or `AbortedGen`; nothing is changed then.
+        HordeError: 404 `InvalidJobID`, 401, 403 `WrongCredentials`, 400 `DuplicateGen` or `AbortedGen`, with nothing changed;
+            400 `ContradictsProgress`, with the job faulted.
     """
     job = context.database.read(
         lambda tx: tx.execute(FIND_JOB, {"job": submission.job_id, "hash": hash_key(api_key)}).one_or_none()
@@ -68,12 +74,19 @@ def submit_text(context: Context, api_key: str, submission: Submission) -> float
         raise forbidden("wrong credentials: this job was given to another user's worker.", rc="WrongCredentials")
     kept = submission.text[: CHARACTERS_KEPT_PER_TOKEN * job.max_length]
     submission = dataclasses.replace(submission, text=kept)
-    settlement = context.database.run(lambda tx: _settle(tx, context, submission))
+    # Counted before the transaction: a tokenizer takes its time, and the request must not be locked meanwhile.
+    stores = submission.state in set(ResultState)
+    result = _result(submission, job.payload, _count_tokens(context, job, submission)) if stores else None
+    settlement = context.database.run(lambda tx: _settle(tx, context, submission, result, job.payload))
     context.wakeups.announce(settlement.waits_for)
+    if settlement.attached and settlement.request_id is not None:
+        context.streams.announce([settlement.request_id])
     return _answer(submission, settlement)
 
 
-def _settle(tx: Transaction, context: Context, submission: Submission) -> Settlement:
+def _settle(
+    tx: Transaction, context: Context, submission: Submission, result: Result | None, payload: dict[str, Any]
+) -> Settlement:
     job, key = submission.job_id, submission.idempotency_key
     match submission.state:
         case "faulted":
@@ -82,22 +95,47 @@ def _settle(tx: Transaction, context: Context, submission: Submission) -> Settle
             return release(tx, job, pricing=price_result, key=key)
         case "rejected":
             code = submission.error_code or ""
-            return reject(tx, job, code, broker_knows_better=False, pricing=price_result, key=key)
+            # Counted with the very tokenizer of the model, so that the prompt is known to fit.
+            counted = payload.get("estimated") is False
+            known = code == Rejection.CONTEXT_LENGTH_EXCEEDED and counted
+            return reject(tx, job, code, broker_knows_better=known, pricing=price_result, key=key)
         case _:
-            return store(tx, job, _result(submission), pricing=price_result, terms=context.terms, key=key)
+            assert result is not None
+            settlement = store(tx, job, result, pricing=price_result, terms=context.terms, key=key)
+            if settlement.verdict is not Verdict.CONTRADICTED:
+                return settlement
+            faulted = fault(tx, job, pricing=price_result, key=key, reason=FaultReason.CONTRADICTED)
+            return dataclasses.replace(faulted, verdict=Verdict.CONTRADICTED)
 
 
-def _result(submission: Submission) -> Result:
+def _result(submission: Submission, payload: dict[str, Any], tokens: int) -> Result:
     censored = any(entry.get("value") == "csam" for entry in submission.gen_metadata)
+    cached = submission.cached_tokens
     return Result(
         text=submission.text,
-        # No tokenizer of this model is known here, so nobody's own count is believed.
-        tokens=estimate_tokens(submission.text),
+        tokens=tokens,
         seed=submission.seed,
         state=ResultState.CSAM if censored else ResultState(submission.state),
         finish_reason=submission.finish_reason,
         metadata=submission.gen_metadata,
+        token_ids=submission.token_ids,
+        logprobs=submission.logprobs,
+        cached_tokens=None if cached is None else min(cached, payload.get("prompt_tokens", 0)),
     )
+
+
+def _count_tokens(context: Context, job: Any, submission: Submission) -> int:
+    """Tokens of a result, by its ids where they are what its text is made of; a worker's own count is never believed."""
+    revision = job.tokenizer_revision
+    tokenizer = context.tokenizers.load(context.database, revision) if revision else None
+    if tokenizer is None:
+        return estimate_tokens(submission.text)
+    ids, payload = submission.token_ids, job.payload
+    stop = payload.get("stop") or payload.get("stop_sequence") or []
+    prompt_ids = payload.get("prompt_token_ids") or []
+    if ids is not None and tokenizer.accounts_for(ids, submission.text, prompt_ids=prompt_ids, stop=stop):
+        return len(ids)
+    return tokenizer.count(submission.text)
 
 
 def _answer(submission: Submission, settlement: Settlement) -> float:
@@ -105,7 +143,10 @@ def _answer(submission: Submission, settlement: Settlement) -> float:
         case Verdict.SETTLED | Verdict.ACKNOWLEDGED:
             return settlement.reward / HUNDREDTHS
         case Verdict.REPEATED:
-            return float((settlement.answer or {}).get("reward", 0)) / HUNDREDTHS
+            answer = settlement.answer or {}
+            if answer.get("reason") == FaultReason.CONTRADICTED:
+                raise _contradicted(submission.job_id)
+            return float(answer.get("reward", 0)) / HUNDREDTHS
         case Verdict.DUPLICATE:
             raise bad_request(f"Processing Job with ID {submission.job_id} was already submitted.", rc="DuplicateGen")
         case Verdict.ABORTED:
@@ -114,8 +155,19 @@ def _answer(submission: Submission, settlement: Settlement) -> float:
                 "Please check your worker speed and its connection.",
                 rc="AbortedGen",
             )
+        case Verdict.CONTRADICTED:
+            raise _contradicted(submission.job_id)
         case _:
             raise _no_such_job(submission.job_id)
+
+
+def _contradicted(job_id: uuid.UUID) -> HordeError:
+    return bad_request(
+        f"The result of job {job_id} does not go on from what was posted of it: `generation` and `token_ids` have to begin "
+        "with that, and `logprobs`, where they were asked for, to be one a token behind the prefix. The job has faulted.",
+        rc="ContradictsProgress",
+        field="generation",
+    )
 
 
 def _no_such_job(job_id: uuid.UUID) -> HordeError:

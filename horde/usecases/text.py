@@ -21,17 +21,16 @@ from horde.admission.text import (
     read_standing,
 )
 from horde.db.database import Transaction
-from horde.errors import not_found
 from horde.kudos.prices import HUNDREDTHS, TEXT_TAX, estimate_text_price
 from horde.lifecycle.cancel import cancel
 from horde.lifecycle.enqueue import NewRequest, enqueue, queue_keys
-from horde.lifecycle.status import Status, read_status
 from horde.lifecycle.words import CancelReason, Kind
-from horde.queue.estimate import Estimate, estimate, is_possible
+from horde.queue.estimate import is_possible
 from horde.queue.rank import rank_offset
 from horde.registry.workers import served_by_trusted
 from horde.usecases.context import Context
 from horde.usecases.pricing import price_result
+from horde.usecases.request_status import RequestStatus, read_request, require_request
 
 __all__ = ["Accepted", "Generation", "TextOrder", "TextStatus", "cancel_text", "read_text_status", "request_text"]
 
@@ -65,21 +64,9 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class TextStatus:
-    """A request at one moment, in AI Horde's terms."""
+class TextStatus(RequestStatus):
+    """A text request at one moment."""
 
-    finished: int
-    processing: int
-    restarted: int
-    waiting: int
-    done: bool
-    faulted: bool
-    is_possible: bool
-    wait_time: int
-    queue_position: int
-    kudos: float
-    cancelled: bool
-    error_code: str | None
     generations: list[Generation]
 
 
@@ -145,7 +132,7 @@ def cancel_text(context: Context, request_id: uuid.UUID) -> TextStatus:
     """Cancel for the client, and the status as it is then; a second time changes nothing."""
 
     def work(tx: Transaction) -> TextStatus:
-        _require_text(tx, request_id)
+        require_request(tx, request_id, Kind.TEXT)
         cancel(tx, request_id, CancelReason.CLIENT, pricing=price_result)
         return _read(tx, request_id)
 
@@ -215,52 +202,18 @@ def _enqueue(context: Context, new: NewRequest, admitted: _Admitted, order: Text
     return context.database.write_one(alone) if key is None else context.database.run(with_key)
 
 
-def _require_text(tx: Transaction, request_id: uuid.UUID) -> Status:
-    status = read_status(tx, request_id)
-    if status is None or status.kind is not Kind.TEXT:
-        raise not_found(f"Request with ID {request_id} not found.", rc="RequestNotFound")
-    return status
-
-
 def _read(tx: Transaction, request_id: uuid.UUID) -> TextStatus:
-    status = _require_text(tx, request_id)
-    queue = Estimate(0, 0)
-    possible = True
-    if status.outcome is None:
-        queue = estimate(
-            tx,
-            kind=status.kind,
-            models=status.models,
-            rank=status.rank,
-            waiting=status.waiting,
-            processing=status.processing,
-            max_length=status.max_length,
-            oldest_running=status.oldest_running,
+    status, fields = read_request(tx, request_id, Kind.TEXT)
+    generations = [
+        Generation(
+            worker_id=result["worker_id"],
+            worker_name=result["worker_name"],
+            model=result["model"],
+            state=result["state"],
+            text=result["text"],
+            seed=result["seed"],
+            gen_metadata=result["gen_metadata"] or [],
         )
-        possible = status.processing > 0 or status.finished > 0 or is_possible(tx, request_id)
-    return TextStatus(
-        finished=status.finished,
-        processing=status.processing,
-        restarted=status.restarted,
-        waiting=status.waiting,
-        done=status.done,
-        faulted=status.faulted,
-        is_possible=possible,
-        wait_time=queue.wait_seconds,
-        queue_position=queue.position,
-        kudos=float(round(status.charged / HUNDREDTHS)),
-        cancelled=status.cancelled,
-        error_code=status.error_code,
-        generations=[
-            Generation(
-                worker_id=result["worker_id"],
-                worker_name=result["worker_name"],
-                model=result["model"],
-                state=result["state"],
-                text=result["text"],
-                seed=result["seed"],
-                gen_metadata=result["gen_metadata"] or [],
-            )
-            for result in status.results
-        ],
-    )
+        for result in status.results
+    ]
+    return TextStatus(**fields, generations=generations)

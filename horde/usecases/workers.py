@@ -19,7 +19,12 @@ LONGEST_INFO = 1000
 
 @dataclass(frozen=True)
 class WorkerView:
-    """A worker as shown; `owner` and `maintenance_message` only to its owner, moderators, or when it is public."""
+    """A worker as shown; `owner` and `maintenance_message` only to its owner, moderators, or when it is public.
+
+    Attributes:
+        type: the family it belongs to.
+        kinds: what it takes, as its last pop said.
+    """
 
     id: uuid.UUID
     name: str
@@ -39,6 +44,7 @@ class WorkerView:
     flagged: bool
     bridge_agent: str
     models: list[str]
+    kinds: list[str]
     max_length: int
     max_context_length: int
     tokens_generated: float
@@ -49,7 +55,7 @@ class WorkerView:
 def list_workers(
     context: Context, kind: str | None, *, name: str | None = None, api_key: str | None = None
 ) -> list[WorkerView]:
-    """Workers online, of a kind or all, or the one of this name among them."""
+    """Workers online, those of a kind or that take it, or all, or the one of this name among them."""
 
     def work(tx: Transaction) -> list[WorkerView]:
         viewer = _viewer(tx, api_key)
@@ -160,6 +166,7 @@ def _view(row: Any, viewer: User | None) -> WorkerView:
         flagged=row.flagged,
         bridge_agent=row.bridge_agent,
         models=row.models,
+        kinds=row.kinds,
         max_length=row.max_length,
         max_context_length=row.max_context_length,
         tokens_generated=float(row.tokens),

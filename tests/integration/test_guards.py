@@ -192,7 +192,7 @@ def popper(worker: Claimant) -> Popper:
     """What a pop of this worker offers."""
     return Popper(
         worker_id=worker.id,
-        kind=Kind.TEXT,
+        kinds=[Kind.TEXT],
         models=["m"],
         max_length=512,
         max_context_length=4096,

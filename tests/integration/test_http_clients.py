@@ -24,6 +24,7 @@ from horde_sdk.ai_horde_api.apimodels.generate.text._pop import TextGenerateJobP
 from horde_sdk.ai_horde_api.apimodels.generate.text._status import TextGenerateStatusResponse
 from horde_sdk.generic_api.apimodels import RequestErrorResponse
 
+from tests.support.chat import chat_broker
 from tests.support.live_broker import ANONYMOUS, LiveBroker, live_broker
 
 ORIGIN = {"Origin": "https://lite.example.org"}
@@ -104,6 +105,28 @@ def test_silly_tavern_gets_its_text(broker: LiveBroker, worker_key: str) -> None
     assert status["done"]
     assert status["generations"][0]["text"] == " hello"
     assert {"worker_name", "model"} <= set(status["generations"][0])
+
+
+def test_silly_tavern_streams_a_chat_as_from_any_openai_compatible_server(database_url: str) -> None:
+    with chat_broker(database_url) as chat:
+        bearer = {"Authorization": f"Bearer {chat.client.api_key}"}
+        models = chat.live.session.get(f"{chat.live.url}/v1/models", headers=bearer, timeout=30).json()["data"]
+        messages = [
+            {"role": "system", "content": "Write Bot's next reply in a fictional chat between Bot and You."},
+            {"role": "system", "content": "[Start a new Chat]"},
+            {"role": "assistant", "content": "Hello!"},
+            {"role": "user", "content": "hi"},
+        ]
+        stream = chat.open(
+            messages, model=models[0]["id"], temperature=1, max_tokens=300, presence_penalty=0, frequency_penalty=0, top_p=1,
+            top_k=0, stop=["\nYou:"], logit_bias={}, seed=7, logprobs=True, top_logprobs=10,
+        )  # fmt: skip
+        job = chat.worker.take()
+        assert (job.seed, job.payload["stop"], job.payload["logprobs"]) == (7, ["\nYou:"], 10)
+        job.say("Good day")
+        chat.worker.finish(job, logprobs=[[token, -0.5, [[token, -0.5]]] for token in job.token_ids])
+        told = chat.read(stream)
+        assert (told.text, told.finish_reason) == ("Good day", "stop")
 
 
 def test_lite_generates_and_aborts_from_another_origin(broker: LiveBroker, worker_key: str) -> None:

@@ -133,12 +133,12 @@ def test_a_poll_that_waits_does_not_give_way_and_the_newcomer_is_turned_away(dat
         polls = [stack.enter_context(connect(broker, "127.0.1.1")) for _ in range(2)]
         for number, poll in enumerate(polls):
             poll.sendall(pop_request(key, name=f"w{number}", wait=25))
-        eventually(lambda: len(broker.context.wakeups._places) == 2)
+        eventually(lambda: broker.context.places.taken == 2)
         assert is_closed(stack.enter_context(connect(broker, "127.0.1.1")))
         with connect(broker, "127.0.2.1") as other:
             assert answers(other)
         broker.request()
-        eventually(lambda: len(broker.context.wakeups._places) == 1)
+        eventually(lambda: broker.context.places.taken == 1)
 
 
 @pytest.fixture
@@ -207,14 +207,14 @@ def test_a_poll_with_requests_behind_it_notices_that_its_client_has_gone(
 ) -> None:
     client = connect(broker)
     client.sendall(pop_request(worker_key, wait=25))
-    eventually(lambda: len(broker.context.wakeups._places) == 1)
+    eventually(lambda: broker.context.places.taken == 1)
     client.sendall(HEARTBEAT * behind)
     eventually(lambda: any(len(channel.requests) > 1 for channel in open_channels(broker)))
     if abruptly:
         reset(client)
     else:
         client.close()
-    eventually(lambda: len(broker.context.wakeups._places) == 0)
+    eventually(lambda: broker.context.places.taken == 0)
     request_id = broker.request()
     assert broker.status(request_id)["waiting"] == 1
     assert broker.pop(worker_key, name="other").json()["id"]

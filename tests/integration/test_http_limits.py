@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import requests
@@ -12,6 +13,7 @@ from flask import Flask
 
 from horde.api.limits import _anonymous, _by_key
 from tests.support.live_broker import ANONYMOUS, LiveBroker, live_broker
+from tests.support.redis import redis_server
 
 BURST_SECONDS = 0.9
 
@@ -160,4 +162,40 @@ def test_without_its_storage_the_limiter_counts_by_itself(database_url: str) -> 
         assert broker.call("GET", path).status_code == 404
         answers = burst(12, lambda _: broker.call("GET", path))
         assert answers[-1].status_code == 429
+        assert broker.unexpected_errors() == 0
+
+
+@pytest.mark.needs("redis")
+def test_processes_that_count_in_one_redis_have_one_limit_together(database_url: str, tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        shared = {"rate_limits": "on", "rate_limit_storage": redis.url}
+        with live_broker(database_url, **shared) as first, live_broker(database_url, **shared) as second:
+            path = f"generate/text/status/{uuid.uuid4()}"
+            answers = burst(12, lambda number: (first, second)[number % 2].call("GET", path))
+            assert [answer.status_code for answer in answers] == [404] * 10 + [429] * 2
+            with redis.client() as client:
+                kept = [key for key in client.scan_iter() if client.ttl(key) != -1]
+                assert kept == list(client.scan_iter()) != []
+                assert not [key for key in kept if ANONYMOUS in key]
+            assert first.unexpected_errors() == second.unexpected_errors() == 0
+
+
+@pytest.mark.needs("redis")
+def test_a_redis_that_goes_away_and_comes_back_costs_nobody_an_answer(database_url: str, tmp_path: Path) -> None:
+    with (
+        redis_server(tmp_path) as redis,
+        live_broker(database_url, rate_limits="on", rate_limit_storage=redis.url) as broker,
+    ):
+        path = f"generate/text/status/{uuid.uuid4()}"
+        assert broker.call("GET", path).status_code == 404
+        redis.stop()
+        answers = burst(12, lambda _: broker.call("GET", path))
+        assert (answers[0].status_code, answers[-1].status_code) == (404, 429)
+        redis.start()
+        # It is looked for again with growing pauses; until it is found this process goes on counting.
+        give_up = time.monotonic() + 30
+        with redis.client() as client:
+            while not list(client.scan_iter()):
+                assert broker.call("GET", f"generate/text/status/{uuid.uuid4()}").status_code in {404, 429}
+                assert time.monotonic() < give_up, "nothing is counted there again"
         assert broker.unexpected_errors() == 0

@@ -177,7 +177,7 @@ def waiting_poll(broker: LiveBroker, key: str) -> socket.socket:
 
 
 def until_waiting(broker: LiveBroker, count: int) -> None:
-    eventually(lambda: len(broker.context.wakeups._places) == count)
+    eventually(lambda: broker.context.places.taken == count)
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -230,7 +230,7 @@ def test_a_job_claimed_for_a_client_that_hung_up_meanwhile_goes_back_at_once(
 
 
 def test_polls_beyond_the_places_are_answered_at_once_and_short_requests_find_a_thread(database_url: str) -> None:
-    with live_broker(database_url, threads=18) as broker, ExitStack() as stack:
+    with live_broker(database_url, threads=19) as broker, ExitStack() as stack:
         key = broker.user().api_key
         for _ in range(2):
             stack.enter_context(waiting_poll(broker, key))

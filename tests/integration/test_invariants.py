@@ -34,7 +34,7 @@ PLANTED = {
     "one event of its claim": "DELETE FROM events WHERE request_id = %(done)s AND kind = 'claimed'",
     "no job was stored twice": ANOTHER_EVENT.format(job="job_id", outcome="NULL", price=0)
     + " WHERE request_id = %(done)s AND kind = 'stored'",
-    "has its price and reward": "UPDATE events SET reward = reward + 1 WHERE request_id = %(done)s AND kind = 'stored'",
+    "has its price, its reward and its own tokens": "UPDATE events SET reward = reward + 1 WHERE request_id = %(done)s AND kind = 'stored'",
     "the ledger's entries sum to zero": "UPDATE ledger SET amount = amount + 1 WHERE id = (SELECT min(id) FROM ledger)",
     "I8: a request's counters": "UPDATE requests SET restarted = 7 WHERE id = %(open)s",
     "whether the latest settled job faulted": """UPDATE requests SET last_settled_faulted = true WHERE id = %(done)s""",
@@ -49,6 +49,14 @@ PLANTED = {
     )
     + " WHERE request_id = %(cancelled)s AND kind = 'claimed'",
     "at most 5 times": "UPDATE slots SET releases = 6 WHERE request_id = %(open)s",
+    "stays: a stored result": "UPDATE jobs SET result = 'another' WHERE request_id = %(stream)s AND state = 'stored'",
+    "the output of each later attempt": """UPDATE progress SET token_ids = '{9,9}' FROM jobs j
+        WHERE j.id = job_id AND j.request_id = %(stream)s AND j.state = 'faulted'""",
+    "logprobs are one a token": "UPDATE progress SET logprobs = '[]' WHERE cardinality(token_ids) > 0",
+    "a stream that was begun goes on": "UPDATE requests SET revision = 'another' WHERE id = %(stream)s",
+    "only with a worker that posts": "UPDATE requests SET needs_progress = false WHERE id = %(stream)s",
+    "only an attached request": "UPDATE requests SET attached_by = 1 WHERE id = %(open)s",
+    "have come and not gone": "UPDATE requests SET attached_by = -1 WHERE id = %(stream)s",
     "behind the deadline": "UPDATE requests SET deadline = expires_at - interval '1 s' WHERE id = %(open)s",
     "every event is folded": "INSERT INTO events_unfolded SELECT max(id) FROM events",
     "one entry of its price": ANOTHER_EVENT.format(job="gen_random_uuid()", outcome="NULL", price=5)
@@ -72,7 +80,7 @@ def world(server: Server) -> Iterator[World]:
 @pytest.fixture(scope="module")
 def ids(world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"open": world.request(3), "cancelled": world.request(2), "done": world.request()}
-    worker = world.worker()
+    worker, poster = world.worker(), world.worker(posts_progress=True)
     world.fault(world.claim_one(found["open"], worker))
     found["stored"], found["running"] = (world.claim_one(found["open"], worker) for _ in range(2))
     world.store(found["stored"], "kept")
@@ -81,6 +89,13 @@ def ids(world: World) -> dict[str, Any]:
     world.store(world.claim_one(found["done"], worker))
     found["image"], found["owner"] = world.request(kind=Kind.IMAGE), worker.owner_id
     world.fault(world.claim_one(found["image"], worker))
+    found["stream"] = world.request(attached=True)
+    for text in ("a", "ab"):
+        job = world.claim_one(found["stream"], poster)
+        world.post(job, [1, 2][: len(text)], text)
+        if text == "a":
+            world.fault(job)
+    world.store(job, "abc", token_ids=[1, 2, 3])
     world.db.run(lambda tx: fold_batch(tx, max_aborts=20))
     check_invariants(world.db, folded=True, acknowledged={found["stored"]: "kept"}, accepted=[found["open"]], swept=0)
     return found

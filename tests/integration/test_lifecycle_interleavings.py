@@ -55,7 +55,10 @@ MOVES: dict[str, Move] = {
     "expire": lambda on: on.world.cancel_if_due(on.request, CancelReason.EXPIRED),
     "disconnect": lambda on: on.world.cancel_if_due(on.request, CancelReason.DISCONNECT),
     "post": lambda on: on.world.post(on.job, [3], "c", offset=2),
+    "store what goes on": lambda on: on.world.store(on.job, "abcd", tokens=4, token_ids=[1, 2, 3, 4]),
     "stay attached": lambda on: on.world.stay_attached(on.request),
+    "join": lambda on: on.world.join(on.request),
+    "leave": lambda on: on.world.leave(on.request),
 }
 
 REPORTS = ("store", "store another text", "fault", "release", "reject")
@@ -96,6 +99,16 @@ class Scenes:
         self.world.pass_time(request, "attached_until")
         return Scene(self.world, self.hands[1], request, first.id, second.id)
 
+    def continued(self) -> Scene:
+        request = self.world.request(2, kind=Kind.CHAT, attached=True, payload={"logprobs": None})
+        begun = self.world.claim_one(request, self.hands[2], lease=60)
+        self.world.post(begun, [1], "a")
+        self.world.release(begun)
+        (job,) = self.world.claim(request, self.hands[2], lease=60)
+        self.world.post(job.id, [2], "b", offset=1)
+        self.world.pass_time(request, "attached_until")
+        return Scene(self.world, self.hands[2], request, job.id)
+
     def image(self) -> Scene:
         request = self.world.request(2, kind=Kind.IMAGE)
         first, second = self.world.claim(request, self.hands[0], count=2)
@@ -115,6 +128,10 @@ PLAYED: dict[str, tuple[Callable[[Scenes], Scene], tuple[str, ...]]] = {
     "streamed": (
         Scenes.streamed,
         ("store", "fault", "the other never started", "claim", "cancel", "disconnect", "post", "stay attached"),
+    ),
+    "continued": (
+        Scenes.continued,
+        ("store", "store what goes on", "release", "claim", "disconnect", "post", "join", "leave"),
     ),
     "image": (Scenes.image, ("store", "fault", "release", "stale", "claim", "cancel")),
 }
@@ -195,8 +212,9 @@ def plain(answer: Any) -> Any:
 PICTURE = """
 SELECT outcome, outcome_reason, error_code, waiting, processing, stored, faulted, restarted, charged, last_settled_faulted,
        done_at IS NOT NULL AS done, cardinality(tried_workers) AS tried, attached_until > horde_now() AS attached,
+       attached_by, needs_progress,
        (SELECT json_agg((idx, state, releases, prefix_text)::text ORDER BY idx) FROM slots WHERE request_id = r.id) AS slots,
-       (SELECT json_agg((slot_idx, state, reason, result, reward, stored_by_cancel, acknowledged, progress.text)::text
+       (SELECT json_agg((slot_idx, state, reason, result, jobs.token_ids, reward, stored_by_cancel, acknowledged, progress.text)::text
                         ORDER BY slot_idx, claimed_at)
         FROM jobs LEFT JOIN progress ON progress.job_id = jobs.id WHERE request_id = r.id) AS jobs,
        (SELECT json_agg(event ORDER BY event) FROM (

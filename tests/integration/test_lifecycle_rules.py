@@ -134,20 +134,24 @@ def test_a_handler_that_waits_keeps_its_request_attached(world: World) -> None:
     request = world.request(attached=True)
     world.advance(25)
 
-    assert world.stay_attached(request)
+    nobodys = world.request()
+    world.stay_attached(request, nobodys)
 
     assert seconds_ahead(world, request, "attached_until") == pytest.approx(30, abs=2)
     world.advance(10)
     assert world.cancel_if_due(request, CancelReason.DISCONNECT) is Cancelled.NOT_DUE
     assert world.claim(request, world.worker())
-    assert not world.stay_attached(world.request()), "nobody is attached to this one"
+    assert not world.status(nobodys).attached
 
 
 def test_an_ended_request_has_nobody_attached(world: World) -> None:
     request = world.request(attached=True)
     world.cancel(request)
+    world.advance(10)
 
-    assert not world.stay_attached(request)
+    world.stay_attached(request)
+
+    assert seconds_ahead(world, request, "attached_until") == pytest.approx(20, abs=2)
 
 
 # --- submit

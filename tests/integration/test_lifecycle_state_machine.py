@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from horde.db.database import Database
 from horde.lifecycle import due
-from horde.lifecycle.claim import Claimant
+from horde.lifecycle.claim import Claimant, Served
 from horde.lifecycle.settle import Settlement
 from horde.lifecycle.terms import PROGRESS_LEASE, Terms
 from horde.lifecycle.words import CancelReason, Kind
@@ -53,6 +53,8 @@ SELECT j.*, cardinality(p.token_ids) AS posted, p.text AS posted_text
 FROM jobs j LEFT JOIN progress p ON p.job_id = j.id WHERE request_id = ANY (%(ids)s)
 """
 READ_EVENTS = "SELECT request_id, kind, reason, outcome, price, reward FROM events WHERE request_id = ANY (%(ids)s)"
+
+REVISIONS = ("one", "other")
 
 keys = st.sampled_from([None, None, "first", "second"])
 workers = st.integers(0, 3)
@@ -86,10 +88,12 @@ class Lifecycle(RuleBasedStateMachine):
         n=st.integers(1, 3),
         attached=st.booleans(),
         deadline=st.sampled_from([None, 100, 250]),
+        revision=st.sampled_from([None, None, *REVISIONS]),
     )
-    def enqueue(self, kind: Kind, n: int, attached: bool, deadline: int | None) -> None:
-        request = self.world.request(n, kind=kind, attached=attached, deadline=deadline, models=["m", "o"])
-        self.model.enqueue(request, kind.value, n, attached=attached, deadline_in=deadline)
+    def enqueue(self, kind: Kind, n: int, attached: bool, deadline: int | None, revision: str | None = None) -> None:
+        pinned = {"revision": revision, "needs_progress": revision is not None}
+        request = self.world.request(n, kind=kind, attached=attached, deadline=deadline, models=["m", "o"], **pinned)
+        self.model.enqueue(request, kind.value, n, attached=attached, deadline_in=deadline, revision=revision)
         self.requests.append(request)
 
     @rule(choice=seldom, reason=st.sampled_from([CancelReason.CLIENT, CancelReason.ADMIN, CancelReason.DISCONNECT]))
@@ -100,7 +104,18 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(choice=choices)
     def stay_attached(self, choice: tuple[bool, int]) -> None:
         request = self._request(choice)
-        assert self.world.stay_attached(request) == self.model.stay_attached(request)
+        self.world.stay_attached(request)
+        self.model.stay_attached(request)
+
+    @rule(choice=choices)
+    def join(self, choice: tuple[bool, int]) -> None:
+        request = self._request(choice)
+        assert self.world.join(request) == self.model.join(request)
+
+    @rule(choice=seldom)
+    def leave(self, choice: tuple[bool, int]) -> None:
+        request = self._request(choice)
+        assert self.world.leave(request) == self.model.leave(request)
 
     # What workers do
 
@@ -111,38 +126,80 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(number=st.integers(0, 5), hand=workers, then=st.sampled_from(ENDINGS), posts=st.booleans(), key=keys)
     def attempt(self, number: int, hand: int, then: str, posts: bool, key: str | None) -> None:
         """A worker takes a slot where there is one, perhaps posts a token, and comes to an end with it or not."""
-        offering = [id_ for id_ in self.requests if self.model.offered(id_, 1)]
+        worker = self.hands[hand]
+        offering = [id_ for id_ in self.requests if self.model.offered(id_, 1, **what(worker))]
         if not offering:
             return
-        (job,) = self._claim(offering[number % len(offering)], self.hands[hand], 1)
+        (job,) = self._claim(offering[number % len(offering)], worker, 1)
         if posts:
-            self._post(job, 0, 1)
+            found = self.model.job(job)
+            assert found is not None
+            self._post(job, found[0].slots[found[1].slot].prefix, 1)
         if then == "submit":
-            self._submit(job, key, "its own")
+            self._submit(job, key, "goes on")
         elif then == "fault":
             self._compare(self.world.fault(job, key=key), self.model.fault(job, key))
 
+    @rule(
+        hand=st.sampled_from([1, 3]),
+        n=st.integers(1, 2),
+        posts=st.tuples(st.integers(1, 3), st.integers(0, 2)),
+        given_up=st.sampled_from(["fault", "release", "lost"]),
+        then=st.sampled_from(["runs on", "goes on", "adds nothing", "one", "leave", "cancel"]),
+    )
+    def a_stream_fails_over(self, hand: int, n: int, posts: tuple[int, int], given_up: str, then: str) -> None:
+        """A client waits, a worker begins and gives up, another attempt goes on from there and comes to an end or not."""
+        self.enqueue(Kind.CHAT, n, attached=True, deadline=None)
+        request, worker = self.requests[-1], self.hands[hand]
+        (begun,) = self._claim(request, worker, 1)
+        self._post(begun, 0, posts[0])
+        if given_up == "lost":
+            self.tick(61, then_pass=False)
+            self.world.stay_attached(request)
+            self.model.stay_attached(request)
+            self._compare(self.world.fault_stale(begun), self.model.fault(begun, reason="stale"))
+        elif given_up == "fault":
+            self._compare(self.world.fault(begun), self.model.fault(begun))
+        else:
+            self._compare(self.world.release(begun), self.model.release(begun))
+        for job in self._claim(request, worker, 1):
+            self._post(job, posts[0], posts[1])
+            if then == "leave":
+                assert self.world.leave(request) == self.model.leave(request)
+            elif then == "cancel":
+                assert self.world.cancel(request) == self.model.cancel(request, "client")
+            elif then != "runs on":
+                self._submit(job, None, then)
+
     def _claim(self, request: uuid.UUID, worker: Claimant, count: int) -> list[uuid.UUID]:
         lease = PROGRESS_LEASE if worker.posts_progress else LEASE
-        offered = self.model.offered(request, count)
+        offered = self.model.offered(request, count, **what(worker))
         claimed = self.world.claim(request, worker, count=count, lease=lease)
         assert [job.slot for job in claimed] == offered
         if claimed:
             prefixes = [self.model.requests[request].slots[job.slot].prefix for job in claimed]
             assert [len(job.prefix_token_ids or []) for job in claimed] == prefixes
             taken = {job.slot: job.id for job in claimed}
-            self.model.claim(request, worker.id, taken, lease, posts_progress=worker.posts_progress)
+            self.model.claim(request, worker.id, taken, lease, **what(worker))
         self.jobs += [job.id for job in claimed]
         return [job.id for job in claimed]
 
     @precondition(lambda self: self.jobs)
-    @rule(choice=choices, key=keys, text=st.sampled_from(["one", "other"]))
+    @rule(choice=choices, key=keys, text=st.sampled_from(["goes on", "adds nothing", "one", "other"]))
     def submit(self, choice: tuple[bool, int], key: str | None, text: str) -> None:
         self._submit(self._job(choice), key, text)
 
     def _submit(self, job: uuid.UUID, key: str | None, text: str) -> None:
-        answer = self.world.store(job, text, key=key)
-        self._compare(answer, self.model.store(job, text, key))
+        """Hand in a text of its own, or one that begins with what was posted."""
+        ids = None
+        if text in {"goes on", "adds nothing"}:
+            found = self.model.job(job)
+            slot, sent = (0, 0) if found is None else (found[1].slot, self.model.sent(*found))
+            ids = list(range(sent + (text == "goes on")))
+            text = stream(slot, len(ids))
+        tokens = 3 if ids is None else len(ids)
+        answer = self.world.store(job, text, key=key, tokens=tokens, token_ids=ids)
+        self._compare(answer, self.model.store(job, text, tokens, key))
         if answer.verdict in {"settled", "acknowledged"}:
             self.told[job] = text
 
@@ -285,12 +342,14 @@ class Lifecycle(RuleBasedStateMachine):
             "faulted": len(request.jobs_in("faulted")),
             "last_faulted": request.last_faulted,
             "times": (request.expires_at, request.deadline, request.attached_until, request.done_at),
+            "waited for": request.attached_by,
+            "pinned": (request.revision, request.needs_progress),
             "tried": request.tried,
             "queued": ["m", "o"] if request.count("waiting") else [],
             "slots": [(slot.state, slot.releases, slot.prefix) for slot in request.slots],
             "jobs": {
                 id_: {
-                    "state": (job.slot, job.state, job.reason, job.by_cancel, job.acknowledged),
+                    "state": (job.slot, job.state, job.reason, job.by_cancel, job.acknowledged, job.revision),
                     "times": (job.claimed_at, job.lease_begun, job.lease_end, job.started_at),
                     "result": (job.text, job.price, job.reward),
                     "posted": (job.posted, None if job.posted is None else stream(job.slot, job.posted)),
@@ -315,6 +374,8 @@ class Lifecycle(RuleBasedStateMachine):
             "faulted": row.faulted,
             "last_faulted": row.last_settled_faulted,
             "times": _seconds(row.expires_at, row.deadline, row.attached_until, row.done_at),
+            "waited for": row.attached_by,
+            "pinned": (row.revision, row.needs_progress),
             "tried": set(row.tried_workers),
             "queued": list(row.queued),
             "slots": [
@@ -324,7 +385,14 @@ class Lifecycle(RuleBasedStateMachine):
             ],
             "jobs": {
                 job.id: {
-                    "state": (job.slot_idx, job.state, job.reason, job.stored_by_cancel, job.acknowledged),
+                    "state": (
+                        job.slot_idx,
+                        job.state,
+                        job.reason,
+                        job.stored_by_cancel,
+                        job.acknowledged,
+                        job.revision,
+                    ),
                     "times": _seconds(job.claimed_at, job.lease_begun, job.lease_end, job.started_at),
                     "result": (job.result, job.price or 0, job.reward or 0),
                     "posted": (job.posted, job.posted_text),
@@ -350,7 +418,7 @@ class Lifecycle(RuleBasedStateMachine):
             assert self.world.cancel(request) == self.model.cancel(request, "client")
             for job, attempt in self.model.requests[request].jobs.items():
                 if attempt.state == "processing":
-                    self._submit(job, None, "the last one")
+                    self._submit(job, None, "goes on")
             assert self.world.status(request).done
         self.the_database_is_what_the_model_says()
         kept = {job for request in self.model.requests.values() for job in request.jobs}
@@ -359,6 +427,12 @@ class Lifecycle(RuleBasedStateMachine):
             accepted=self.model.requests,
             acknowledged={job: text for job, text in self.told.items() if job in kept},
         )
+
+
+def what(worker: Claimant) -> dict[str, Any]:
+    """What of a worker decides what it may take, by the model's names."""
+    served = worker.served.get("m")
+    return {"posts_progress": worker.posts_progress, "revision": served.key if served else None}
 
 
 READ_ALL = (READ_REQUESTS, READ_SLOTS, READ_JOBS, READ_EVENTS)
@@ -373,7 +447,13 @@ def test_every_walk_through_the_lifecycle_agrees_with_the_model(db: Database) ->
         tx.execute(STILL.replace("%", "%%"))
     world = World(db, TERMS)
     world.beat()
-    hands = [world.worker(posts_progress=number % 2 == 1) for number in range(4)]
+    one, other = ({"m": Served("weights", "tokenizer", key)} for key in REVISIONS)
+    hands = [
+        world.worker(),
+        world.worker(posts_progress=True, served=one),
+        world.worker(served=one),
+        world.worker(posts_progress=True, served=other),
+    ]
     # A walk is some hundred round trips to the database: slow by Hypothesis's measure, and most of it is not generation.
     run_state_machine_as_test(
         lambda: Lifecycle(world, hands),  # type: ignore[arg-type]  # a factory will do

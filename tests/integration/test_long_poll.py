@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 import pytest
 
+from horde.db.notices import APPLICATION, DatabaseNotices
 from horde.lifecycle.words import Kind
-from horde.queue.wakeup import CHANNEL, WakeUps
+from horde.queue.wakeup import WakeUps
 from horde.usecases import pop as pop_module
+from horde.usecases.places import Places
 from horde.usecases.pop import Popped
 from tests.support.broker import Broker, open_broker
+from tests.support.concurrency import eventually
 
 T = TypeVar("T")
 
@@ -158,8 +161,8 @@ def test_a_poll_in_another_process_is_woken_too(broker: Broker, key: str, waitin
     # Two brokers on one database; what tells one of the other is the database alone.
     with open_broker(broker.context.database.url) as elsewhere:
         for process in (broker, elsewhere):
-            process.context.wakeups.start()
-        listening(broker, 2)
+            process.context.start()
+            assert process.context.notices.listening.wait(DEADLINE)
         running = poll(elsewhere, key)
         waiting.until(1)
         request = broker.order()
@@ -167,22 +170,23 @@ def test_a_poll_in_another_process_is_woken_too(broker: Broker, key: str, waitin
         assert broker.request_of(job) == request
 
 
-def listening(broker: Broker, processes: int) -> None:
-    """Wait until so many connections listen for announcements."""
-    give_up = time.monotonic() + DEADLINE
-    count = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query = %(query)s"
-    while broker.world.scalar(count, query=f"LISTEN {CHANNEL}") < processes:
-        assert time.monotonic() < give_up, "nobody listens"
+def listeners(broker: Broker) -> set[int]:
+    """The connections that listen for announcements."""
+    of_all = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND application_name = %(name)s"
+    return {pid for (pid,) in broker.world.rows(of_all, name=APPLICATION)}
 
 
 def test_a_lost_listener_comes_back(broker: Broker, key: str, waiting: Waiting) -> None:
     with open_broker(broker.context.database.url) as elsewhere:
         for process in (broker, elsewhere):
-            process.context.wakeups.start()
-        listening(broker, 2)
-        cut = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE query = %(query)s"
-        assert broker.world.scalar(cut, query=f"LISTEN {CHANNEL}") == 2
-        listening(broker, 2)
+            process.context.start()
+            assert process.context.notices.listening.wait(DEADLINE)
+        lost = listeners(broker)
+        assert len(lost) == 2
+        broker.world.rows("SELECT pg_terminate_backend(pid) FROM unnest(%(pids)s) AS pid", pids=sorted(lost))
+        eventually(lambda: len(listeners(broker) - lost) == 2, "both listen again")
+        for process in (broker, elsewhere):
+            assert process.context.notices.listening.wait(DEADLINE)
         running = poll(elsewhere, key)
         waiting.until(1)
         broker.order()
@@ -195,13 +199,13 @@ def test_a_lost_listener_comes_back(broker: Broker, key: str, waiting: Waiting) 
 @pytest.fixture
 def hub() -> WakeUps:
     """Never started: nothing here needs another process."""
-    return WakeUps("postgresql://nowhere/none", most_waiting=2)
+    return WakeUps(DatabaseNotices("postgresql://nowhere/none"))
 
 
 @contextmanager
 def waiters(hub: WakeUps, *models: str) -> Iterator[list[threading.Event]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(hub.waiting(Kind.TEXT, [model])) for model in models]
+        yield [stack.enter_context(hub.waiting([(Kind.TEXT, model)])) for model in models]
 
 
 def test_a_poll_that_leaves_passes_an_unused_wake_up_on(hub: WakeUps) -> None:
@@ -238,11 +242,33 @@ def test_a_kind_wakes_its_own_polls_only(hub: WakeUps) -> None:
         assert not event.is_set()
 
 
-def test_places_are_given_up_again(hub: WakeUps) -> None:
-    with hub.place() as first, hub.place() as second, hub.place() as third:
+def test_places_are_given_up_again() -> None:
+    places = Places(2)
+    with places.place() as first, places.place() as second, places.place() as third:
         assert (first, second, third) == (True, True, False)
-    with hub.place() as again:
+        assert places.taken == 2
+    with places.place() as again:
         assert again
+    assert places.taken == 0
+
+
+def test_nobody_holds_more_places_than_his_share() -> None:
+    places = Places(4)
+    shares = {"polls": places.most_polls, "worker": 1}
+    with places.place(shares) as first, places.place(shares) as second, places.place({"polls": 3}) as another:
+        assert (first, second, another) == (True, False, True)
+    with places.place(shares) as again:
+        assert again
+
+
+@pytest.mark.parametrize("most", [2, 3, 4, 240])
+def test_polls_leave_places_to_streams(most: int) -> None:
+    places = Places(most)
+    with ExitStack() as stack:
+        polls = [stack.enter_context(places.place({"polls": places.most_polls})) for _ in range(most)]
+        assert sum(polls) == most * 3 // 4
+        streams = [stack.enter_context(places.place()) for _ in range(most)]
+        assert sum(streams) == most - most * 3 // 4
 
 
 # --- limits and ends
@@ -251,7 +277,7 @@ def test_places_are_given_up_again(hub: WakeUps) -> None:
 def test_without_a_place_left_a_poll_is_answered_without_waiting(
     database_url: str, waiting: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_broker(database_url, threads=18) as broker:
+    with open_broker(database_url, threads=19) as broker:
         key = broker.user("owner").api_key
         running = [poll(broker, key, name=f"worker{number}") for number in range(2)]
         waiting.until(2)
@@ -389,8 +415,9 @@ def test_names_longer_than_a_notification_wake_other_processes_too(
 ) -> None:
     models = [f"{number}{'🙂' * 250}" for number in range(20)]
     with open_broker(database_url) as other:
-        for hub in (broker.context.wakeups, other.context.wakeups):
-            hub.start()
+        for context in (broker.context, other.context):
+            context.start()
+            assert context.notices.listening.wait(DEADLINE)
         key = other.user("far").api_key
         running = poll(other, key, models=models[-1:])
         waiting.until(1)

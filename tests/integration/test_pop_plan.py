@@ -13,7 +13,7 @@ from horde.db.database import Database, Prepared
 from horde.lifecycle import due
 from horde.lifecycle.terms import START_WITHIN
 from horde.queue.candidates import CHOOSE_UNLOCKED, DEPTH, LOOK, SKIPPED, SKIPPED_DEPTH, Popper
-from horde.queue.estimate import AHEAD_DEPTH, ASSUMED_SPEED, ESTIMATE, IS_POSSIBLE
+from horde.queue.estimate import AHEAD_DEPTH, ASSUMED_SPEED, ESTIMATE, ESTIMATE_NEXT, IS_POSSIBLE
 from tests.support.postgres import Server
 
 OWN, FRIEND, STRANGER = 1, 2, 3
@@ -25,12 +25,12 @@ FILL = """
 WITH new AS (
     INSERT INTO requests (id, kind, user_id, payload, created_at, expires_at, rank, models, max_length, max_context_length,
                           n, waiting)
-    SELECT gen_random_uuid(), 'text', %(user)s, '{"prompt": "x"}', horde_now(), horde_now() + interval '1 hour',
+    SELECT gen_random_uuid(), %(kind)s, %(user)s, '{"prompt": "x"}', horde_now(), horde_now() + interval '1 hour',
            horde_now() + i * interval '1 ms', ARRAY[%(model)s], %(max_length)s, 1024, 1, 1
     FROM generate_series(1, %(count)s) AS i
     RETURNING id, rank, user_id),
 slot AS (INSERT INTO slots (request_id, idx, state, seed) SELECT id, 0, 'waiting', 0 FROM new)
-INSERT INTO queue (kind, model, rank, request_id, user_id) SELECT 'text', %(model)s, rank, id, user_id FROM new
+INSERT INTO queue (kind, model, rank, request_id, user_id) SELECT %(kind)s, %(model)s, rank, id, user_id FROM new
 """
 
 RUN = """
@@ -54,15 +54,15 @@ def users(db: Database) -> None:
                 {"id": user, "name": f"user {user}"},
             )
         tx.execute(
-            "INSERT INTO workers (id, name, kind, owner_id, created_at, last_check_in) "
-            "VALUES (%(id)s, 'worker', 'text', %(owner)s, horde_now(), horde_now())",
+            "INSERT INTO workers (id, name, kind, kinds, owner_id, created_at, last_check_in) "
+            "VALUES (%(id)s, 'worker', 'text', '{text}', %(owner)s, horde_now(), horde_now())",
             {"id": WORKER, "owner": OWN},
         )
 
 
-def fill(db: Database, model: str, *, user: int = STRANGER, count: int = MANY, max_length: int = 80) -> None:
+def fill(db: Database, model: str, *, kind: str = "text", user: int = STRANGER, count: int = MANY) -> None:
     with db.transaction() as tx:
-        tx.execute(FILL, {"model": model, "user": user, "count": count, "max_length": max_length})
+        tx.execute(FILL, {"kind": kind, "model": model, "user": user, "count": count, "max_length": 80})
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,7 @@ def full(server: Server) -> Iterator[Database]:
         fill(db, "m")
         fill(db, "m", user=OWN)
         fill(db, "m", user=FRIEND)
+        fill(db, "m", kind="chat")
         with db.transaction() as tx:
             tx.execute(RUN, {"count": 1000})
         yield db
@@ -87,7 +88,7 @@ def full(server: Server) -> Iterator[Database]:
 def popper(*models: str, **changes: Any) -> Popper:
     values: dict[str, Any] = {
         "worker_id": WORKER,
-        "kind": "text",
+        "kinds": ["text"],
         "models": models or ("m",),
         "max_length": 512,
         "max_context_length": 4096,
@@ -176,6 +177,15 @@ def test_a_claim_walks_two_indexes_and_reads_no_more_than_its_depth(full: Databa
     assert_cheap(plan, indexes={"pk_queue", "ix_queue_user", "pk_requests"}, most_rows=6 * DEPTH)
 
 
+def test_a_claim_of_texts_and_chats_walks_one_range_more_for_each_that_comes_first(full: Database) -> None:
+    of_texts = explain(full, CHOOSE_UNLOCKED, popper().parameters(DEPTH))
+    plan = explain(full, CHOOSE_UNLOCKED, popper(kinds=["text", "chat"]).parameters(DEPTH))
+    # (Owner, friend, everybody) x (texts for the model, texts for any, chats for the model).
+    assert_cheap(plan, indexes={"pk_queue", "ix_queue_user", "pk_requests"}, most_rows=9 * DEPTH)
+    # All chats are a stranger's.
+    assert plan.rows("queue") == pytest.approx(of_texts.rows("queue") + DEPTH, abs=0.5)
+
+
 def test_a_flood_of_one_user_is_not_walked_to_find_that_a_friend_wants_nothing(flooded: Database) -> None:
     plan = explain(flooded, CHOOSE_UNLOCKED, popper().parameters(DEPTH))
     assert_cheap(plan, indexes={"pk_queue", "ix_queue_user"}, most_rows=6 * DEPTH)
@@ -210,6 +220,7 @@ ESTIMATED = {
     "models": ["m"],
     "any_model": False,
     "rank": "infinity",
+    "rank_offset": 1e9,
     "depth": AHEAD_DEPTH,
     "assumed": ASSUMED_SPEED,
     "online": 300,
@@ -223,8 +234,9 @@ ESTIMATED = {
         (LOOK, popper().parameters(1), 6),
         (SKIPPED, popper().parameters(SKIPPED_DEPTH), 2 * SKIPPED_DEPTH),
         (ESTIMATE, ESTIMATED, 2 * AHEAD_DEPTH),
+        (ESTIMATE_NEXT, ESTIMATED, 2 * AHEAD_DEPTH),
     ],
-    ids=["choose", "look", "skipped", "estimate"],
+    ids=["choose", "look", "skipped", "estimate", "estimate of the next"],
 )
 def test_a_plan_made_for_an_empty_queue_serves_a_full_one_as_well(
     database_url: str, monkeypatch: pytest.MonkeyPatch, statement: Prepared, parameters: dict[str, Any], most_rows: int
@@ -267,8 +279,9 @@ def test_a_cached_plan_is_made_again_once_it_is_old(db: Database, monkeypatch: p
 # --- estimates, for each status
 
 
-def test_an_estimate_reads_no_further_ahead_than_its_depth(full: Database) -> None:
-    plan = explain(full, ESTIMATE, ESTIMATED)
+@pytest.mark.parametrize("statement", [ESTIMATE, ESTIMATE_NEXT])
+def test_an_estimate_reads_no_further_ahead_than_its_depth(full: Database, statement: Prepared) -> None:
+    plan = explain(full, statement, ESTIMATED)
     assert_cheap(plan, indexes={"pk_queue"}, most_rows=2 * AHEAD_DEPTH)
 
 

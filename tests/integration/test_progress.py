@@ -12,8 +12,9 @@ import pytest
 import requests
 from horde_sdk.ai_horde_api.apimodels.generate.text._pop import TextGenerateJobPopResponse
 
+from horde.api.horde_v2.chat_work_bodies import MOST_TOKENS
+from horde.api.horde_v2.pop_answers import PAYLOAD_DEFAULTS, PopAnswer
 from horde.api.horde_v2.progress import MOST_JOBS, ProgressAnswer
-from horde.api.horde_v2.text_answers import PAYLOAD_DEFAULTS, PopAnswer
 from horde.maintenance.passes import run_pass
 from tests.support.invariants import check_invariants
 from tests.support.live_broker import LiveBroker, live_broker
@@ -84,8 +85,8 @@ def test_a_pop_with_slots_answers_each_job_with_what_its_worker_needs(broker: Li
 
     answer = broker.pop_job(key, slots=3)
 
-    jobs = PopAnswer.model_validate(answer).jobs
-    assert jobs is not None
+    PopAnswer.model_validate(answer)
+    jobs = answer["jobs"]
     assert [(job["kind"], job["slot"], job["payload"]["prompt"], job["attached"]) for job in jobs] == [
         ("text", 0, "p0", False),
         ("text", 1, "p0", False),
@@ -93,7 +94,8 @@ def test_a_pop_with_slots_answers_each_job_with_what_its_worker_needs(broker: Li
     ]
     for job in jobs:
         assert set(job) == {
-            "id", "kind", "model", "slot", "seed", "ttl", "payload", "attached", "cache_salt",
+            "id", "kind", "model", "model_revision", "tokenizer_revision", "slot", "seed", "ttl", "payload", "attached",
+            "deadline", "cache_salt", "prefix_token_ids", "prefix_text",
         }  # fmt: skip
         assert job["payload"] == {**PAYLOAD_DEFAULTS, "prompt": job["payload"]["prompt"], "n": 1, "max_length": 20}
     # Today's fields are the first job's, and those that share its payload.
@@ -229,7 +231,7 @@ def test_what_a_worker_tells_of_its_work_is_taken_and_what_nobody_knows_is_ignor
     broker.request()
     (job,) = pop_jobs(broker, key, 1)
     full = alive(
-        job, token_ids=[5], text="x", logprobs=[{"token_id": 5, "logprob": -0.1, "top": [[5, -0.1]]}], prefill_ms=12.5,
+        job, token_ids=[5], text="x", logprobs=[[5, -0.1, [[5, -0.1], [7, -3]]]], prefill_ms=12.5,
         decode_ms=3, batch=32, preemptions=0, mood="fine",
     )  # fmt: skip
     assert told(broker, key, full) == ({job: (1, 60)}, {})
@@ -390,10 +392,15 @@ NO_SENSE: list[tuple[dict[str, Any], str]] = [
             ({"token_ids": [1, -1]}, "token_ids.1"),
             ({"token_ids": [True]}, "token_ids.0"),
             ({"token_ids": [1 << 31]}, "token_ids.0"),
-            ({"token_ids": [0] * 8193}, "token_ids"),
+            ({"token_ids": [0] * (MOST_TOKENS + 1)}, "token_ids"),
             ({"text": 5}, "text"),
             ({"text_offset": 1.5}, "text_offset"),
             ({"logprobs": 1}, "logprobs"),
+            ({"logprobs": [[1, -0.5, []]]}, "logprobs"),
+            ({"token_ids": [2], "logprobs": [[1, -0.5, []]]}, "logprobs"),
+            ({"token_ids": [1], "logprobs": [[1, "low", []]]}, "logprobs.0.1"),
+            ({"token_ids": [1], "logprobs": [[1, -0.5]]}, "logprobs.0.2"),
+            ({"token_ids": [1], "logprobs": [[1, -0.5, [[1, -0.5]] * 21]]}, "logprobs.0.2"),
             ({"prefill_ms": -1}, "prefill_ms"),
             ({"decode_ms": "1"}, "decode_ms"),
             ({"batch": -1}, "batch"),

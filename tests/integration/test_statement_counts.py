@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 
 from horde.db import database as db_module
 from horde.db.database import Rows, Transaction
+from horde.lifecycle.terms import RENEW_AFTER
 from horde.usecases.progress import Chunk, post_progress
 from tests.support.broker import Broker, open_broker
 
@@ -87,6 +88,21 @@ def assert_costs(cost: Cost, *, statements: int, round_trips: int, transactions:
     assert found == (statements, round_trips, transactions), cost.sent
 
 
+def versions(broker: Broker) -> dict[str, set[tuple[Any, ...]]]:
+    """Each row of these tables with the transaction that wrote it; a lock writes none."""
+    tables = {
+        "requests": "id",
+        "slots": "(request_id, idx)",
+        "jobs": "id",
+        "progress": "job_id",
+        "events": "id",
+        "workers": "id",
+    }
+    return {
+        table: set(broker.world.rows(f"SELECT ({key})::text, xmin::text FROM {table}")) for table, key in tables.items()
+    }
+
+
 def test_an_order(broker: Broker, key: str) -> None:
     # The user; its waiting slots and balance; the insert of everything; whether anybody can serve it.
     cost = cost_of(lambda: broker.order(key))
@@ -157,6 +173,16 @@ def test_a_submit(broker: Broker, key: str) -> None:
     assert_costs(cost, statements=4, round_trips=5, transactions=1)
 
 
+def test_a_submit_that_somebody_waits_for(broker: Broker, key: str) -> None:
+    for _ in range(2):
+        broker.world.request(attached=True)
+        job = broker.job(key, progress=True, slots=1)
+        with counting() as cost:
+            broker.submit(key, job.id)
+    # As any other, and between the locks the one on the job and what was posted of it.
+    assert_costs(cost, statements=6, round_trips=7, transactions=1)
+
+
 def test_the_submit_that_completes_a_request_costs_no_more(broker: Broker, key: str) -> None:
     broker.order(key)
     job = broker.job(key)
@@ -167,18 +193,43 @@ def test_the_submit_that_completes_a_request_costs_no_more(broker: Broker, key: 
 def test_a_post_costs_as_much_for_one_job_as_for_many(broker: Broker, key: str) -> None:
     broker.order(key, n=20)
     broker.order(key, n=20)
-    chunks = [Chunk(job.id) for job in broker.pop(key, slots=40, progress=True).jobs]
-    assert len(chunks) == 40
-    warm = [Chunk(chunks[0].job_id, token_ids=[1], text="x")]
-    post_progress(broker.context, key, "worker", warm)
-    # The user and the worker; lock and renew in a transaction, then its COMMIT.
-    for some in (chunks[:1], chunks):
-        cost = cost_of(partial(post_progress, broker.context, key, "worker", some))
-        assert_costs(cost, statements=4, round_trips=5, transactions=1)
-    # What is kept costs one more for each job that brought something.
-    tokens = [Chunk(chunk.job_id, token_ids=[1, 2], text="xy") for chunk in chunks[:7]]
-    cost = cost_of(lambda: post_progress(broker.context, key, "worker", tokens))
-    assert_costs(cost, statements=11, round_trips=12, transactions=1)
+    jobs = [job.id for job in broker.pop(key, slots=40, progress=True).jobs]
+    assert len(jobs) == 40
+    warm, first, *others = jobs
+
+    def post(some: list[uuid.UUID], count: int = 0) -> Cost:
+        chunks = [Chunk(job, token_ids=range(count), text="x" * count) for job in some]
+        return cost_of(lambda: post_progress(broker.context, key, "worker", chunks))
+
+    post_progress(broker.context, key, "worker", [Chunk(warm, token_ids=[1], text="x")])
+    # The user and the worker; lock, read and start in a transaction, then its COMMIT.
+    for some in ([first], others):
+        assert_costs(post(some), statements=5, round_trips=6, transactions=1)
+    # Their leases are young now.
+    for some in ([first], others):
+        assert_costs(post(some), statements=4, round_trips=5, transactions=1)
+    # What is kept costs one more, however many jobs brought something.
+    for some in ([first], others):
+        assert_costs(post(some, 3), statements=5, round_trips=6, transactions=1)
+
+
+def test_a_post_writes_no_row_that_it_need_not(broker: Broker, key: str) -> None:
+    broker.order(key, n=20)
+    jobs = [job.id for job in broker.pop(key, slots=20, progress=True).jobs]
+
+    def written(*chunks: Chunk) -> dict[str, int]:
+        before = versions(broker)
+        post_progress(broker.context, key, "worker", chunks)
+        return {table: len(rows - before[table]) for table, rows in versions(broker).items()}
+
+    nothing = {"requests": 0, "slots": 0, "jobs": 0, "progress": 0, "events": 0, "workers": 0}
+    alive = [Chunk(job) for job in jobs]
+    assert written(*alive) == {**nothing, "jobs": 20}, "all begin"
+    assert written(*alive) == nothing
+    assert written(Chunk(jobs[0], token_ids=[1], text="x"), *alive[1:]) == {**nothing, "progress": 1}
+    assert written(Chunk(jobs[0], token_ids=[1], text="x"), *alive[1:]) == nothing, "a repeat"
+    broker.world.advance(RENEW_AFTER + 1)
+    assert written(*alive[:3]) == {**nothing, "jobs": 3, "workers": 1}
 
 
 def test_a_post_without_jobs(broker: Broker, key: str) -> None:

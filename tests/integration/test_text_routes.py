@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from horde.api.horde_v2.pop_answers import PAYLOAD_DEFAULTS, PopAnswer
 from horde.api.horde_v2.status import ModelAnswer, PerformanceAnswer
-from horde.api.horde_v2.text_answers import PAYLOAD_DEFAULTS, AcceptedAnswer, PopAnswer, StatusAnswer, SubmitAnswer
+from horde.api.horde_v2.text_answers import AcceptedAnswer, StatusAnswer, SubmitAnswer
 from tests.support.live_broker import ANONYMOUS, LiveBroker, live_broker
 
 
@@ -95,9 +96,9 @@ def test_a_worker_that_knows_our_fields_is_told_seed_and_slot(broker: LiveBroker
     broker.request(params={"n": 2})
     job = PopAnswer.model_validate(broker.pop_job(worker_key, wait=0, amount=2))
     assert job.jobs is not None
-    assert [entry["id"] for entry in job.jobs] == job.ids
-    assert [entry["slot"] for entry in job.jobs] == [0, 1]
-    assert job.seed == job.jobs[0]["seed"]
+    assert [entry.id for entry in job.jobs] == job.ids
+    assert [entry.slot for entry in job.jobs] == [0, 1]
+    assert job.seed == job.jobs[0].seed
 
 
 def test_a_poll_is_answered_as_soon_as_work_comes(broker: LiveBroker, worker_key: str) -> None:
@@ -105,7 +106,7 @@ def test_a_poll_is_answered_as_soon_as_work_comes(broker: LiveBroker, worker_key
     answers: list[Any] = []
     waiting = threading.Thread(target=lambda: answers.append(broker.pop(worker_key, wait=25)))
     waiting.start()
-    while len(broker.context.wakeups._places) == 0:
+    while broker.context.places.taken == 0:
         pass
     request_id = broker.request()
     waiting.join(10)

@@ -7,7 +7,10 @@ compare-and-set comes before), the job's state in `RENEW` and `APPEND` of a post
 
 from __future__ import annotations
 
+from tests.mutants.continued import CONTINUED
+from tests.mutants.hang_ups import HANG_UPS
 from tests.mutants.mutant import Mutant
+from tests.mutants.streams import STREAMS
 
 RULES = "tests/integration/test_lifecycle_rules.py::"
 ENDINGS = "tests/integration/test_lifecycle_endings.py::"
@@ -21,6 +24,7 @@ FOLDS = "tests/integration/test_folds.py::"
 GUARDS = "tests/integration/test_guards.py::"
 ROOM = "tests/integration/test_pop_slots.py::"
 POSTS = "tests/integration/test_progress.py::"
+CHAT_POPS = "tests/integration/test_chat_pop.py::"
 
 ONLY_PROCESSING = " AND state = 'processing'"
 
@@ -71,6 +75,7 @@ STATE_CONDITIONS = (
         "an ended request is not kept attached",
         RULES + "test_an_ended_request_has_nobody_attached",
         module="horde.lifecycle.attach",
+        within="STAY_ATTACHED = ",
         old=" AND outcome IS NULL",
     ),
     Mutant(
@@ -465,28 +470,28 @@ ANSWERS = (
         "tokens behind a gap are not taken",
         TERMS + "test_what_is_behind_a_gap_of_tokens_or_of_text_is_not_taken",
         module="horde.lifecycle.progress",
-        within="def _append(",
-        old="chunk.offset > held.tokens or ",
+        within="def take(",
+        old="chunk.offset > self.tokens or ",
     ),
     Mutant(
         "text behind a gap is not taken",
         TERMS + "test_what_is_behind_a_gap_of_tokens_or_of_text_is_not_taken",
         module="horde.lifecycle.progress",
-        within="def _append(",
-        old=" or chunk.text_offset > held.characters",
+        within="def take(",
+        old=" or chunk.text_offset > self.characters",
     ),
     Mutant(
         "no more tokens are kept than were ordered",
         TERMS + "test_no_more_is_kept_than_the_order_asked_for",
         module="horde.lifecycle.progress",
-        within="def _append(",
-        old="held.max_length - chunk.offset",
+        within="def take(",
+        old="self.max_length - chunk.offset",
     ),
     Mutant(
         "no more text is kept than those tokens can have",
         TERMS + "test_no_more_is_kept_than_the_order_asked_for",
         module="horde.lifecycle.progress",
-        within="def _append(",
+        within="def take(",
         old="most - chunk.text_offset",
     ),
     Mutant(
@@ -591,6 +596,39 @@ def _index(name: str, test: str) -> Mutant:
     return Mutant(f"unique index {name}", test, sql=f"DROP INDEX {name}")
 
 
+WHO_TAKES_CHATS = (
+    Mutant(
+        "a pinned request goes to a worker of its revision",
+        CHAT_POPS + "test_a_chat_waits_for_the_revision_that_it_was_counted_with",
+        module="horde.queue.filter",
+        old="(r.revision IS NULL OR r.revision = ANY (w.revisions))",
+        new="true",
+    ),
+    Mutant(
+        "what needs progress goes to a worker that posts it",
+        CHAT_POPS + "test_what_needs_progress_goes_to_a_worker_that_posts_it",
+        module="horde.queue.filter",
+        old="(NOT r.needs_progress OR w.posts_progress)",
+        new="true",
+    ),
+    Mutant(
+        "one that takes no chats does not stand in the way of a chat's retry",
+        CHAT_POPS + "test_a_released_chat_goes_back_to_its_worker_when_nobody_else_could_serve_it[no_chats]",
+        module="horde.queue.filter",
+        old='"r.kind = ANY (w.kinds)"',
+        new='"true"',
+    ),
+    Mutant(
+        "a pinned request runs on the model that it is pinned to",
+        CHAT_POPS + "test_a_request_for_several_models_runs_on_the_one_that_it_is_pinned_to",
+        module="horde.usecases.hand_out",
+        within="def _may_run(",
+        old="candidate.revision is None or ",
+        new="True or ",
+    ),
+)
+
+
 def _check(name: str, table: str) -> Mutant:
     return Mutant(
         f"check {name}",
@@ -626,6 +664,10 @@ MUTANTS: tuple[Mutant, ...] = (
     *OUTCOMES,
     *ANSWERS,
     *SLOTS,
+    *CONTINUED,
+    *HANG_UPS,
     *MAINTAINED,
+    *WHO_TAKES_CHATS,
+    *STREAMS,
     *DATABASE,
 )

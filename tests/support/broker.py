@@ -18,8 +18,8 @@ from horde.maintenance.folds import fold
 from horde.settings import Settings
 from horde.usecases.accounts import CreatedUser, create_user
 from horde.usecases.context import Context
-from horde.usecases.pop import Offer, Popped, PoppedJob, pop_text
-from horde.usecases.submit import Submission, submit_text
+from horde.usecases.pop import Offer, Popped, PoppedJob, pop
+from horde.usecases.submit import Submission, submit
 from horde.usecases.text import Accepted, TextStatus, read_text_status, request_text
 from horde.usecases.users import UserView, find_user
 from horde.usecases.workers import WorkerView, read_worker_by_name
@@ -58,7 +58,7 @@ class Broker:
 
     def pop(self, key: str, *, client_gone: Callable[[], bool] = lambda: False, **fields: Any) -> Popped:
         """A pop by a worker called `worker` for model `m` (512 tokens of 4,096)."""
-        return pop_text(self.context, key, offer(**fields), client_gone=client_gone)
+        return pop(self.context, key, offer(**fields), client_gone=client_gone)
 
     def job(self, key: str, **fields: Any) -> PoppedJob:
         """A pop that gets exactly one job."""
@@ -73,7 +73,7 @@ class Broker:
 
     def submit(self, key: str, job_id: uuid.UUID, text: str = "text", *, state: str = "ok", **fields: Any) -> float:
         """Report on a job; the reward."""
-        return submit_text(self.context, key, Submission(job_id, state, text, **fields))
+        return submit(self.context, key, Submission(job_id, state, text, **fields))
 
     def status(self, request: uuid.UUID) -> TextStatus:
         """The status, which must be there."""

@@ -80,9 +80,14 @@ ALWAYS: tuple[tuple[str, str], ...] = (
         "SELECT job_id FROM events WHERE kind = 'stored' GROUP BY job_id HAVING count(*) > 1",
     ),
     (
-        "I5: a stored job's event has its price and reward, and nothing else is paid",
+        "I5: a stored job's event has its price, its reward and its own tokens, and nothing else is paid",
         """SELECT j.id, j.state, j.price, j.reward, e.price AS told, e.reward AS paid FROM jobs j JOIN events e ON e.job_id = j.id
-        WHERE (e.kind = 'stored' AND (e.price, e.reward, e.tokens) IS DISTINCT FROM (j.price, j.reward, j.tokens))
+        JOIN slots s ON s.request_id = j.request_id AND s.idx = j.slot_idx
+        WHERE (e.kind = 'stored' AND (e.price, e.reward, e.tokens) IS DISTINCT FROM
+               (j.price, j.reward, greatest(0, j.tokens - CASE
+                   WHEN j.result = '' OR j.tokens = cardinality(j.token_ids) THEN coalesce(cardinality(s.prefix_token_ids), 0)
+                   -- Counted by the text, so the prefix is too.
+                   ELSE ceil(j.tokens * coalesce(char_length(s.prefix_text), 0)::float / char_length(j.result)) END)))
            OR (e.kind <> 'stored' AND (e.price, e.reward) <> (0, 0))
            OR (j.state <> 'stored' AND coalesce(j.price, j.reward, 0) <> 0)""",
     ),
@@ -146,6 +151,37 @@ ALWAYS: tuple[tuple[str, str], ...] = (
     (
         "a slot is put back after a release at most 5 times",
         "SELECT request_id, idx, releases FROM slots WHERE releases > 5",
+    ),
+    (
+        "what a client was sent stays: a stored result, and the output of each later attempt, begins with what was posted",
+        """SELECT j.id, posted.text, later.text FROM jobs j JOIN requests r ON r.id = j.request_id AND r.attached_until IS NOT NULL
+        JOIN progress posted ON posted.job_id = j.id
+        JOIN LATERAL (
+            SELECT a.claimed_at, a.result AS text, a.token_ids FROM jobs a WHERE a.id = j.id AND a.result_state = 'ok'
+            UNION ALL
+            SELECT a.claimed_at, coalesce(a.result, p.text), coalesce(a.token_ids, p.token_ids) FROM jobs a
+            LEFT JOIN progress p ON p.job_id = a.id
+            WHERE (a.request_id, a.slot_idx) = (j.request_id, j.slot_idx) AND a.claimed_at > j.claimed_at
+              AND coalesce(a.result_state, 'ok') = 'ok' AND coalesce(a.result, p.text) IS NOT NULL) later ON true
+        WHERE NOT starts_with(later.text, posted.text)
+           OR later.token_ids[1:cardinality(posted.token_ids)] IS DISTINCT FROM posted.token_ids AND later.token_ids IS NOT NULL""",
+    ),
+    (
+        "logprobs are one a token",
+        """SELECT job_id, token_ids, logprobs FROM progress WHERE jsonb_array_length(logprobs) <> cardinality(token_ids)
+        UNION ALL SELECT id, token_ids, logprobs FROM jobs WHERE jsonb_array_length(logprobs) <> cardinality(token_ids)""",
+    ),
+    (
+        "a stream that was begun goes on only with a worker that posts, in the revision that began it",
+        """SELECT r.id, r.revision, j.revision FROM requests r JOIN slots s ON s.request_id = r.id AND s.prefix_token_ids IS NOT NULL
+        LEFT JOIN jobs j ON j.request_id = r.id AND j.claimed_at > (
+            SELECT min(a.settled_at) FROM jobs a JOIN progress p ON p.job_id = a.id
+            WHERE a.request_id = r.id AND a.state IN ('faulted', 'released') AND p.token_ids <> '{}')
+        WHERE NOT r.needs_progress OR j.id IS NOT NULL AND (NOT j.posts_progress OR r.revision <> coalesce(j.revision, ''))""",
+    ),
+    (
+        "as many connections wait as have come and not gone; only an attached request has any",
+        "SELECT id, attached_by, attached_until FROM requests WHERE attached_by < 0 OR attached_by > 0 AND attached_until IS NULL",
     ),
     (
         "expiry never lies behind the deadline",

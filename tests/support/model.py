@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 PRICE, REWARD = 740, 640
 FAULT_LIMIT, RELEASE_LIMIT = 2, 5
 START_WITHIN, PROGRESS_LEASE, AFTER_LEASE, ATTACHED_FOR, AFTER_OUTAGE = 15, 60, 60, 30, 60
+# A lease that is no older is not renewed by a post.
+YOUNG_LEASE = 5
 
 
 @dataclass
@@ -32,6 +34,7 @@ class Job:
     slot: int
     worker: uuid.UUID
     posts_progress: bool
+    revision: str | None
     claimed_at: float
     lease_begun: float
     lease_end: float
@@ -56,6 +59,9 @@ class Request:
     expires_at: float
     deadline: float | None
     attached_until: float | None
+    attached_by: int = 0
+    revision: str | None = None
+    needs_progress: bool = False
     jobs: dict[uuid.UUID, Job] = field(default_factory=dict)
     outcome: str | None = None
     reason: str | None = None
@@ -124,6 +130,11 @@ class Model:
                 return request, request.jobs[job_id]
         return None
 
+    @staticmethod
+    def sent(request: Request, job: Job) -> int:
+        """How many tokens of its slot a client can have by this job."""
+        return request.slots[job.slot].prefix if job.posted is None else job.posted
+
     def stale(self) -> set[uuid.UUID]:
         """Jobs whose lease is over."""
         return {
@@ -157,26 +168,38 @@ class Model:
     # Transitions; a report's answer is (verdict, reward)
 
     def enqueue(
-        self, request_id: uuid.UUID, kind: str, n: int, *, attached: bool = False, deadline_in: float | None = None
+        self,
+        request_id: uuid.UUID,
+        kind: str,
+        n: int,
+        *,
+        attached: bool = False,
+        deadline_in: float | None = None,
+        revision: str | None = None,
     ) -> None:
-        """n slots wait."""
+        """n slots wait; with a revision, for a worker that posts and serves that one."""
         request = Request(
             kind=kind,
             slots=[Slot() for _ in range(n)],
             expires_at=self.now,
             deadline=None if deadline_in is None else self.now + deadline_in,
             attached_until=self.now + ATTACHED_FOR if attached else None,
+            attached_by=int(attached),
+            revision=revision,
+            needs_progress=revision is not None,
         )
         request.until(self.now + self.expiry)
         request.events.append(("enqueued", None, None, 0, 0))
         self.requests[request_id] = request
 
-    def offered(self, request_id: uuid.UUID, count: int) -> list[int]:
-        """The slots that a claim of up to `count` gets."""
+    def offered(self, request_id: uuid.UUID, count: int, *, posts_progress: bool, revision: str | None) -> list[int]:
+        """The slots that a claim of up to `count` gets, by a worker that posts or not and serves this revision."""
         request = self.requests.get(request_id)
         if request is None or request.outcome is not None or request.expires_at <= self.now:
             return []
         if request.attached_until is not None and request.attached_until <= self.now:
+            return []
+        if request.revision not in {None, revision} or (request.needs_progress and not posts_progress):
             return []
         return [index for index, slot in enumerate(request.slots) if slot.state == "waiting"][:count]
 
@@ -188,17 +211,20 @@ class Model:
         lease: float,
         *,
         posts_progress: bool,
+        revision: str | None,
     ) -> None:
         """The slots of `jobs` are taken under these job ids."""
         request = self.requests[request_id]
         for index, job_id in jobs.items():
             request.slots[index].state = "processing"
-            request.jobs[job_id] = Job(request_id, index, worker, posts_progress, self.now, self.now, self.now + lease)
+            request.jobs[job_id] = Job(
+                request_id, index, worker, posts_progress, revision, self.now, self.now, self.now + lease
+            )
             request.until(self.now + lease + AFTER_LEASE)
             request.events.append(("claimed", None, None, 0, 0))
 
-    def store(self, job_id: uuid.UUID, text: str, key: str | None) -> tuple[str, int]:
-        """Submit ok."""
+    def store(self, job_id: uuid.UUID, text: str, tokens: int, key: str | None) -> tuple[str, int]:
+        """Submit ok: the slot's whole text, which has so many tokens."""
         found = self.job(job_id)
         if found is None:
             return "gone", 0
@@ -208,15 +234,18 @@ class Model:
             return "acknowledged", job.reward
         if job.state != "processing":
             return self._told_before(job, key)
-        self._store(request, job, text, PRICE, REWARD)
+        if request.attached_until is not None and not text.startswith(stream(job.slot, self.sent(request, job))):
+            return "contradicted", 0
+        reward = 0 if tokens <= request.slots[job.slot].prefix and request.slots[job.slot].prefix else REWARD
+        self._store(request, job, text, PRICE, reward)
         job.key = key
         request.until(self.now + self.expiry)
         completes = request.outcome is None and not request.count("waiting") and not request.count("processing")
         if completes:
             request.outcome = "completed"
-        request.events.append(("stored", None, "completed" if completes else None, PRICE, REWARD))
+        request.events.append(("stored", None, "completed" if completes else None, PRICE, reward))
         self._finish(request)
-        return "settled", REWARD
+        return "settled", reward
 
     def fault(self, job_id: uuid.UUID, key: str | None = None, *, reason: str = "reported") -> tuple[str, int]:
         """A worker failed; with reason `stale`, its lease is over."""
@@ -306,19 +335,38 @@ class Model:
             return 0, job.state if job.state in {"voided", "rejected"} else "stale"
         if not job.posts_progress:
             return 0, None
-        job.started_at = self.now if job.started_at is None else job.started_at
-        job.lease_begun, job.lease_end = self.now, self.now + PROGRESS_LEASE
-        held = request.slots[job.slot].prefix if job.posted is None else job.posted
+        if job.started_at is None or job.lease_begun + YOUNG_LEASE < self.now:
+            job.started_at = self.now if job.started_at is None else job.started_at
+            job.lease_begun, job.lease_end = self.now, self.now + PROGRESS_LEASE
+        held = self.sent(request, job)
         if offset <= held < offset + count:
             job.posted = held = offset + count
         return held, None
 
     def stay_attached(self, request_id: uuid.UUID) -> bool:
-        """The client still waits on its connection."""
+        """A client still waits on its connection; whether there is anything left to wait for."""
         request = self.requests.get(request_id)
         if request is None or request.outcome is not None or request.attached_until is None:
             return False
         request.attached_until = max(request.attached_until, self.now + ATTACHED_FOR)
+        return True
+
+    def join(self, request_id: uuid.UUID) -> bool:
+        """One client more waits."""
+        if not self.stay_attached(request_id):
+            return False
+        self.requests[request_id].attached_by += 1
+        return True
+
+    def leave(self, request_id: uuid.UUID) -> bool:
+        """One client fewer waits; whether that was the last, whose leaving cancels."""
+        request = self.requests.get(request_id)
+        if request is None or request.outcome is not None or not request.attached_by:
+            return False
+        request.attached_by -= 1
+        if request.attached_by:
+            return False
+        self._cancel(request, "disconnect")
         return True
 
     def remove_old(self) -> set[uuid.UUID]:
@@ -378,8 +426,10 @@ class Model:
             return False
         slot = request.slots[job.slot]
         slot.state = "waiting"
-        if request.attached_until is not None:
-            slot.prefix = job.posted or slot.prefix
+        if request.attached_until is not None and job.posted:
+            slot.prefix = job.posted
+            request.needs_progress = True
+            request.revision = request.revision or job.revision
         request.tried.add(job.worker)
         return True
 
@@ -394,9 +444,8 @@ class Model:
         self._finish(request)
 
     def _store_posted(self, request: Request, job: Job) -> None:
-        prefix = request.slots[job.slot].prefix
-        posted = prefix if job.posted is None else job.posted
-        price, reward = (PRICE, REWARD) if posted > prefix else (0, 0)
+        prefix, posted = request.slots[job.slot].prefix, self.sent(request, job)
+        price, reward = PRICE if posted else 0, REWARD if posted > prefix else 0
         self._store(request, job, stream(job.slot, posted), price, reward)
         job.by_cancel = True
         request.events.append(("stored", "cancelled", None, price, reward))

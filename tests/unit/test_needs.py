@@ -16,12 +16,12 @@ REPOSITORY = Path(__file__).parents[2]
 SUITE = """
 import pytest
 
-@pytest.mark.needs("redis")
-def test_with_redis():
+@pytest.mark.needs("compiler")
+def test_with_a_compiler():
     pass
 
-@pytest.mark.needs("redis")
-def test_with_redis_again():
+@pytest.mark.needs("compiler")
+def test_with_a_compiler_again():
     pass
 
 def test_without():
@@ -30,7 +30,7 @@ def test_without():
 
 
 def run_suite(directory: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The suite above under this project's conftest, on a machine with an empty PATH and so without Redis."""
+    """The suite above under this project's conftest, on a machine with an empty PATH and so without a compiler."""
     (directory / "test_suite.py").write_text(SUITE, encoding="utf-8")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", directory],
@@ -47,13 +47,13 @@ def test_what_is_missing_is_left_out_and_listed_at_the_end(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
     assert "1 passed, 2 skipped" in done.stdout
     assert "left out" in done.stdout
-    assert "2 tests without redis: no redis-server on PATH" in done.stdout
+    assert "2 tests without compiler: no C++ compiler" in done.stdout
 
 
 def test_what_is_required_and_missing_fails(tmp_path: Path) -> None:
-    done = run_suite(tmp_path, HORDE_TEST_REQUIRE="redis")
+    done = run_suite(tmp_path, HORDE_TEST_REQUIRE="compiler")
     assert done.returncode == 1
-    assert "HORDE_TEST_REQUIRE names redis, and it is missing" in done.stdout
+    assert "HORDE_TEST_REQUIRE names compiler, and it is missing" in done.stdout
 
 
 def test_a_misspelt_requirement_fails() -> None:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from typing import cast
 
 import orjson
 from apiflask import APIBlueprint
-from flask import Response, request
+from flask import Response
 
 from horde.api.address import client_address
 from horde.api.answers import answer
-from horde.api.broker import context, stopping
+from horde.api.broker import context
 from horde.api.documents import failures
+from horde.api.horde_v2.pop_answers import PAYLOAD_DEFAULTS, PopAnswer, pop_body
 from horde.api.horde_v2.text_answers import (
     AcceptedAnswer,
-    PopAnswer,
     StatusAnswer,
     SubmitAnswer,
     accepted_body,
-    pop_body,
     status_body,
 )
 from horde.api.horde_v2.text_bodies import (
@@ -30,16 +28,14 @@ from horde.api.horde_v2.text_bodies import (
     TextRequest,
     TextSubmit,
 )
-from horde.api.identity import client_agent, idempotency_key, job_id_or_404, request_id_or_404, required_key
-from horde.api.undelivered import if_undelivered
+from horde.api.horde_v2.work import popped_for, submission_of
+from horde.api.identity import client_agent, idempotency_key, request_id_or_404, required_key
 from horde.errors import ErrorCode, HordeError, not_found
-from horde.usecases.hand_out import hand_back
-from horde.usecases.pop import Offer, pop_text
-from horde.usecases.submit import Submission, submit_text
+from horde.usecases.submit import submit as submit_result
 from horde.usecases.text import TextOrder, cancel_text, read_text_status, request_text
 
 # Who sends one of these in a pop knows our answer.
-OUR_FIELDS = frozenset({"wait", "slots", "progress"})
+OUR_FIELDS = frozenset({"wait", "slots", "progress", "kinds", "manifests"})
 
 text = APIBlueprint("text", __name__, url_prefix="/api/v2/generate/text", tag="Text")
 
@@ -96,29 +92,9 @@ def pop(body: TextPop) -> Response:
     that many jobs, of several requests. With `progress` the worker promises to post progress. With a header
     `Idempotency-Key` a repeat gives the same jobs again, so that a lost answer loses nothing.
     """
-    key = required_key()
-    offer = Offer(
-        name=body.name,
-        models=body.models,
-        max_length=body.max_length,
-        max_context_length=body.max_context_length,
-        threads=body.threads,
-        amount=body.amount,
-        slots=body.slots,
-        progress=body.progress,
-        nsfw=body.nsfw,
-        priority_usernames=body.priority_usernames,
-        bridge_agent=body.bridge_agent,
-        wait=body.wait,
-        idempotency_key=idempotency_key(),
-        address=client_address(),
-    )
-    disconnected = request.environ.get("waitress.client_disconnected", lambda: False)
-    popped = pop_text(context(), key, offer, client_gone=lambda: disconnected() or stopping())
-    if popped.jobs and offer.idempotency_key is None:
-        # With a key the worker asks again and gets these jobs; without one nobody else will ever know their ids.
-        if_undelivered(functools.partial(hand_back, context(), popped.jobs))
-    return answer(pop_body(popped, native=not body.model_fields_set.isdisjoint(OUR_FIELDS)))
+    popped = popped_for(body, body.kinds)
+    native = not body.model_fields_set.isdisjoint(OUR_FIELDS)
+    return answer(pop_body(popped, native=native, no_payload=PAYLOAD_DEFAULTS))
 
 
 @text.post("/submit")
@@ -132,18 +108,8 @@ def submit(body: TextSubmit) -> Response:
     back without blame; `rejected` says that the request itself cannot be served, with `error_code`.
     """
     key = required_key()
-    submission = Submission(
-        job_id=job_id_or_404(body.id),
-        state=body.state,
-        text=body.generation or "",
-        seed=body.seed,
-        gen_metadata=[note.model_dump(exclude_none=True) for note in body.gen_metadata],
-        finish_reason=body.finish_reason,
-        token_ids=body.token_ids,
-        error_code=body.error_code,
-        idempotency_key=idempotency_key(),
-    )
-    return answer({"reward": submit_text(context(), key, submission)})
+    submission = submission_of(body)
+    return answer({"reward": submit_result(context(), key, submission)})
 
 
 def _order(body: TextRequest) -> TextOrder:

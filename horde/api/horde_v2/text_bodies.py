@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from horde.api.horde_v2.pop_bodies import MOST_KINDS, MOST_MODELS, WorkerPop
 from horde.api.validation import INT32_MAX, INT64_MAX, WHOLE, Absent, Body, Number, WorkerResult, at_most, first
 
 DEFAULT_MAX_LENGTH = 80
 DEFAULT_MAX_CONTEXT_LENGTH = 2048
-# Workers offer more models than anybody reads, and clients name more workers: the first ones count.
-MOST_MODELS, MOST_WORKERS = 200, 5
+# Clients name more workers than anybody reads: the first ones count.
+MOST_WORKERS = 5
 # All stop strings together have at most 2,000 characters, and none is empty.
 _MOST_STOPS = 2000
 # Twice the longest result that can be asked for.
@@ -78,27 +79,10 @@ class TextRequest(Body):
     extra_source_images: Absent[Annotated[list[Any], at_most(1000)]] = None
 
 
-class TextPop(Body):
-    """A worker's call for work, with what it can do."""
+class TextPop(WorkerPop):
+    """A worker's call for work on texts alone."""
 
-    strip_nul_from: ClassVar[tuple[str, ...]] = ("name",)
-
-    name: str
-    models: Annotated[list[Annotated[str, Field(min_length=1, max_length=255)]], first(MOST_MODELS)] = Field(
-        default_factory=list
-    )
-    max_length: Annotated[int, Field(strict=True, ge=1, le=INT32_MAX), WHOLE] = 512
-    max_context_length: Annotated[int, Field(strict=True, ge=1, le=INT32_MAX), WHOLE] = 2048
-    priority_usernames: Annotated[list[Annotated[str, Field(max_length=255)]], at_most(100)] = Field(
-        default_factory=list
-    )
-    nsfw: bool = True
-    bridge_agent: Annotated[str, Field(max_length=1000)] = "unknown:0:unknown"
-    threads: Annotated[int, Field(strict=True, ge=1, le=50), WHOLE] = 1
-    amount: Annotated[int, Field(strict=True, ge=1, le=20), WHOLE] = 1
-    wait: Annotated[Number, Field(ge=0, le=25)] = 0.0
-    slots: Absent[Annotated[int, Field(strict=True, ge=1, le=50), WHOLE]] = None
-    progress: bool = False
+    kinds: Annotated[list[Literal["text"]], Field(min_length=1), at_most(MOST_KINDS)] = Field(default=["text"])
 
 
 class GenerationNote(Body):

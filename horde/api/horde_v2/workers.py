@@ -34,12 +34,13 @@ class WorkersQuery(Query):
     """Which workers to list."""
 
     # horde-sdk sends an empty one where it means all.
-    type: Absent[Literal["image", "text", "interrogation", ""]] = None
+    type: Absent[Literal["image", "text", "chat", "interrogation", ""]] = None
     name: Absent[str] = None
 
 
 class WorkerAnswer(Answer):
-    """A worker. `owner` and `maintenance_message` are shown to its owner and to moderators only."""
+    """A worker. `owner` and `maintenance_message` are shown to its owner and to moderators only; `kinds` where it takes others
+    than its type."""
 
     id: str
     name: str
@@ -69,6 +70,7 @@ class WorkerAnswer(Answer):
     lora: bool
     controlnet: bool
     sdxl_controlnet: bool
+    kinds: list[str] | None = None
     owner: str | None = None
     maintenance_message: str | None = None
 
@@ -167,6 +169,8 @@ def worker_body(worker: WorkerView) -> dict[str, Any]:
         "tokens_generated": worker.tokens_generated,
         **_OF_IMAGE_WORKERS,
     }
+    if worker.kinds != [worker.type]:
+        body["kinds"] = worker.kinds
     if worker.owner is not None:
         body["owner"] = worker.owner
     if worker.maintenance_message is not None:

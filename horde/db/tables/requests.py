@@ -67,6 +67,13 @@ class Request(Base):
 
     # A client waits on an open connection until this moment; NULL: nobody is attached.
     attached_until: Mapped[Timestamp | None]
+    # How many connections wait for it; the last one to leave cancels it.
+    attached_by: Mapped[int] = mapped_column(Integer, server_default="0")
+
+    # What it was counted with (see `horde.registry.revisions`): only a worker that serves just this takes it. NULL: any.
+    revision: Mapped[str | None]
+    # Only a worker that posts progress takes it.
+    needs_progress: Mapped[bool] = mapped_column(server_default=text("false"))
 
     __table_args__ = (
         CheckConstraint(one_of("kind", *KINDS), "kind"),
@@ -115,6 +122,7 @@ class Slot(Base):
     # What a streamed client already has: the next attempt goes on after it.
     prefix_token_ids: Mapped[list[int] | None] = mapped_column(ARRAY(Integer))
     prefix_text: Mapped[str | None]
+    prefix_logprobs: Mapped[list[Any] | None] = mapped_column(JSONB)
 
     __table_args__ = (CheckConstraint(one_of("state", *SLOT_STATES), "state"),)
 
@@ -135,6 +143,9 @@ class Job(Base):
     owner_id: Mapped[BigInt]
     model: Mapped[str]
     model_revision: Mapped[str | None]
+    tokenizer_revision: Mapped[str | None]
+    # Both as one key, see `Request.revision`.
+    revision: Mapped[str | None]
     bridge_agent: Mapped[str] = mapped_column(server_default="unknown:0:unknown")
     posts_progress: Mapped[bool] = mapped_column(server_default=text("false"))
     claim_key: Mapped[str | None]
@@ -155,6 +166,11 @@ class Job(Base):
     gen_metadata: Mapped[list[dict[str, Any]] | None] = mapped_column(JSONB)
     reason: Mapped[str | None]
     tokens: Mapped[int | None] = mapped_column(Integer)
+    # Of the slot's whole output, a prefix included.
+    token_ids: Mapped[list[int] | None] = mapped_column(ARRAY(Integer))
+    logprobs: Mapped[list[Any] | None] = mapped_column(JSONB)
+    # Prompt tokens that the worker found computed already.
+    cached_tokens: Mapped[int | None] = mapped_column(Integer)
     price: Mapped[BigInt | None]
     reward: Mapped[BigInt | None]
     # Stored by the cancel of an attached request: its worker's first own submit is still answered with the reward.
@@ -197,6 +213,8 @@ class Progress(Base):
     job_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     token_ids: Mapped[list[int]] = mapped_column(ARRAY(Integer), server_default="{}")
     text: Mapped[str] = mapped_column(server_default="")
+    # One entry a token, where they were asked for.
+    logprobs: Mapped[list[Any] | None] = mapped_column(JSONB)
     updated_at: Mapped[Timestamp]
 
 

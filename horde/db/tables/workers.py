@@ -7,11 +7,13 @@ import uuid
 from sqlalchemy import CheckConstraint, Float, ForeignKey, Index, Integer, text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from horde.db.tables.base import Base, BigInt, Texts, Timestamp, one_of
+from horde.db.tables.base import Base, BigInt, Json, Texts, Timestamp, one_of
 from horde.db.tables.requests import KINDS
 
 # A worker is online while its last check-in is no older.
 ONLINE_SECONDS = 300
+# Tokens per second below which a worker is slow; one that was never measured is not.
+SLOW_BELOW = 5.0
 
 
 class Worker(Base):
@@ -35,6 +37,11 @@ class Worker(Base):
     nsfw: Mapped[bool] = mapped_column(server_default=text("true"))
     posts_progress: Mapped[bool] = mapped_column(server_default=text("false"))
     bridge_agent: Mapped[str] = mapped_column(server_default="unknown:0:unknown")
+    # What it takes with one pop: its own kind, or text and chat.
+    kinds: Mapped[Texts] = mapped_column(server_default="{}")
+    # Model -> manifest, and the key of each model's revisions (see `horde.registry.revisions`).
+    manifests: Mapped[Json] = mapped_column(server_default="{}")
+    revisions: Mapped[Texts] = mapped_column(server_default="{}")
     uptime: Mapped[BigInt] = mapped_column(server_default="0")
 
     # Set by its owner or the horde.

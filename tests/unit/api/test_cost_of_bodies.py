@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from apiflask import APIFlask
 
+from horde.api.horde_v2.chat_work_bodies import ChatPop, ChatSubmit
 from horde.api.horde_v2.text_bodies import TextPop, TextRequest, TextSubmit
 from horde.api.horde_v2.workers import WorkerChange
 from horde.api.strict_json import MOST_CONTAINERS, MOST_ERRORS, BodyError, read_repaired, read_strict
@@ -15,7 +16,8 @@ from horde.api.validation import MAX_BODY_BYTES, Body
 
 LONGEST_REFUSAL = 16 << 10
 ASK, POP, SUBMIT = "text/async", "text/pop", "text/submit"
-BODIES: list[type[Body]] = [TextRequest, TextPop, TextSubmit, WorkerChange]
+CHAT_ASK, CHAT_POP, CHAT_SUBMIT = "chat/async", "chat/pop", "chat/submit"
+BODIES: list[type[Body]] = [TextRequest, TextPop, TextSubmit, ChatPop, ChatSubmit, WorkerChange]
 
 
 def filled(before: bytes, item: bytes, after: bytes) -> bytes:
@@ -23,6 +25,7 @@ def filled(before: bytes, item: bytes, after: bytes) -> bytes:
     return before + item * ((MAX_BODY_BYTES - len(before) - len(after)) // len(item)) + after
 
 
+LOGPROBS = b"[1,-0.1234567," + str([[1, -0.1234567]] * 20).replace(" ", "").encode() + b"]"
 COSTLY = {
     "empty stops": (ASK, filled(b'{"prompt":"x","params":{"stop_sequence":[', b'"",', b'""]}}')),
     "empty workers": (ASK, filled(b'{"prompt":"x","workers":[', b'"",', b'""]}')),
@@ -31,6 +34,35 @@ COSTLY = {
     "wrong friends": (POP, filled(b'{"name":"x","models":["m"],"priority_usernames":[', b"1,", b"1]}")),
     "negative tokens": (SUBMIT, filled(b'{"id":"x","generation":"","token_ids":[', b"-1,", b"-1]}")),
     "good tokens": (SUBMIT, filled(b'{"id":"x","generation":"","token_ids":[', b"1,", b"1]}")),
+    "numbers as messages": (CHAT_ASK, filled(b'{"model":"m","messages":[', b"1,", b"1]}")),
+    "numbers as parts": (CHAT_ASK, filled(b'{"messages":[{"role":"user","content":[', b"1,", b"1]}]}")),
+    "many parts and a wrong one": (
+        CHAT_ASK,
+        b'{"messages":[{"role":"user","content":[' + b'{"type":"text","text":""},' * 9000 + b"1]}]}",
+    ),
+    "wrong stops": (
+        CHAT_ASK,
+        filled(b'{"messages":[{"role":"user","content":""}],"params":{"stop":[', b'"",', b'""]}}'),
+    ),
+    "numbers as biases": (
+        CHAT_ASK,
+        b'{"messages":[{"role":"user","content":""}],"params":{"logit_bias":{'
+        + b",".join(b'"%d":1' % number for number in range(90_000))
+        + b"}}}",
+    ),
+    "numbers as models": (CHAT_ASK, filled(b'{"messages":[{"role":"user","content":""}],"models":[', b"1,", b"1]}")),
+    "numbers as manifests": (
+        CHAT_POP,
+        b'{"name":"x","models":["m"],"manifests":{' + b",".join(b'"%d":1' % number for number in range(90_000)) + b"}}",
+    ),
+    "negative tokens of a chat": (CHAT_SUBMIT, filled(b'{"id":"x","generation":"","token_ids":[', b"-1,", b"-1]}")),
+    "good tokens of a chat": (CHAT_SUBMIT, filled(b'{"id":"x","generation":"","token_ids":[', b"1,", b"1]}")),
+    "numbers as logprobs": (CHAT_SUBMIT, filled(b'{"id":"x","generation":"","logprobs":[', b"1,", b"1]}")),
+    "short logprobs": (CHAT_SUBMIT, filled(b'{"id":"x","generation":"","logprobs":[', b"[100000000],", b"[1]]}")),
+    "good logprobs": (
+        CHAT_SUBMIT,
+        filled(b'{"id":"x","generation":"","logprobs":[', LOGPROBS + b",", LOGPROBS + b"]}"),
+    ),
     "empty notes": (SUBMIT, filled(b'{"id":"x","generation":"","gen_metadata":[', b"{},", b"{}]}")),
     "NaN": (ASK, filled(b'{"prompt":"x","z":[', b"NaN,", b"1]}")),
     "NaN from a worker": (SUBMIT, filled(b'{"id":"x","z":[', b"NaN,", b"1]}")),

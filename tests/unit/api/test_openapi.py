@@ -16,6 +16,11 @@ ROUTES = {
     ("delete", "/api/v2/generate/text/status/{request_id}"),
     ("post", "/api/v2/generate/text/pop"),
     ("post", "/api/v2/generate/text/submit"),
+    ("post", "/api/v2/generate/chat/async"),
+    ("get", "/api/v2/generate/chat/status/{request_id}"),
+    ("delete", "/api/v2/generate/chat/status/{request_id}"),
+    ("post", "/api/v2/generate/chat/pop"),
+    ("post", "/api/v2/generate/chat/submit"),
     ("post", "/api/v2/generate/progress"),
     ("get", "/api/v2/status/heartbeat"),
     ("get", "/api/v2/status/models"),
@@ -25,6 +30,15 @@ ROUTES = {
     ("put", "/api/v2/workers/{worker_id}"),
     ("get", "/api/v2/workers/name/{name}"),
     ("get", "/api/v2/find_user"),
+    ("put", "/api/v2/tokenizers/{revision}"),
+    ("get", "/api/v2/tokenizers/{revision}"),
+    ("put", "/api/v2/models/{name}/revisions/{revision}"),
+    ("get", "/api/v2/models/{name}/revisions/{revision}"),
+    ("get", "/api/v2/models/{name}"),
+    ("post", "/v1/chat/completions"),
+    ("post", "/v1/completions"),
+    ("get", "/v1/models"),
+    ("get", "/v1/models/{name}"),
 }
 
 

@@ -1,0 +1,30 @@
+"""A chat broker that the tests of a module share: to start one takes longer than most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.chat import ChatBroker, chat_broker
+from tests.support.postgres import Server
+
+
+@pytest.fixture(scope="module")
+def running(server: Server) -> Iterator[ChatBroker]:
+    """The module's broker; at the end no request of it was answered 500, and its books are right."""
+    url = server.create()
+    try:
+        with chat_broker(url) as broker:
+            yield broker
+            broker.assert_sound()
+            assert broker.live.unexpected_errors() == 0
+    finally:
+        server.drop(url)
+
+
+@pytest.fixture
+def chat(running: ChatBroker) -> Iterator[ChatBroker]:
+    """That broker, for one test: afterwards nothing of the test's is left."""
+    with running.of_one_test() as broker:
+        yield broker
