@@ -15,7 +15,7 @@ class Pace:
         pause: between two pops while the broker has paused this worker.
         shortest_round: a broker that answers "nothing" at once (it knows no `wait`, or has too many polls) is asked
             no more often than this.
-        stream: between two posts while somebody waits for tokens that the broker does not hold yet.
+        stream: between two posts while somebody waits for a job: they carry its tokens, and their answers a hang-up.
         progress: between two posts while nobody does: they tell which jobs are held; less where leases are short.
         stalled: a step of the engine that takes longer is taken for one that never ends: no more posts, so that the
             broker gives the jobs to somebody else.

@@ -268,8 +268,6 @@ class Worker:
         self._failed_steps = 0
         for event in events:
             self._handle(event)
-        if any(self._is_watched(event) for event in events):
-            self._progress.has_news()
 
     def _after_failed_step(self) -> None:
         """Nobody knows who did it, so nothing that was in the engine can be trusted."""
@@ -303,11 +301,6 @@ class Worker:
                 del self._running[event.request_id]
                 log.warning("job %s failed: %s", running.job.id, message)
                 self._submit_fault(running.job.id, running.job.kind, running.job.seed)
-
-    def _is_watched(self, event: Event) -> bool:
-        """Whether somebody waits for what this brought; what has ended is told by its result."""
-        running = self._running.get(event.request_id)
-        return running is not None and running.job.streams
 
     def _submit_fault(self, job_id: str, kind: Kind, seed: int = 0) -> None:
         self._status.add_failed()

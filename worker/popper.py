@@ -84,7 +84,7 @@ class Popper(threading.Thread):
                 if jobs:
                     with self._seats_changed:
                         self._free_seats -= len(jobs)
-                    with self._progress.holding(job.id for job in jobs):
+                    with self._progress.holding((job.id, isinstance(job, Job) and job.streams) for job in jobs):
                         self._inbox.put(Popped(tuple(jobs)))
         except TurnedAwayError as error:
             fatal = str(error)

@@ -39,18 +39,18 @@ _BYTES_A_JOB, _CONTAINERS_A_JOB = 256, 3
 
 @dataclass(slots=True)
 class _Held:
-    """One job; `output` while it is to be told. A broker that took nothing of what it was last sent, as one does with a long
-    text from time to time, is told no more of it before `again`; the pause doubles with each time."""
+    """One job; `attached` while somebody waits for it, `output` while it is to be told.
 
+    A broker that took nothing of what it was last sent, as one does with a long text from time to time, is told no more of it
+    before `again`; the pause doubles with each time.
+    """
+
+    attached: bool = False
     stage: Stage = "queued"
     ttl: float | None = None
     output: JobOutput | None = None
     again: float = 0.0
     pause: float = 0.0
-
-    def has_news(self, now: float) -> bool:
-        """Whether there is something to tell, and now."""
-        return self.output is not None and self.output.unsent and now >= self.again
 
     def told(self, now: float, *, advanced: bool, shortest: float, longest: float) -> None:
         """The broker has answered, and holds more than before or not."""
@@ -59,7 +59,8 @@ class _Held:
 
 
 class ProgressPoster(threading.Thread):
-    """Posts at once when jobs have come, often while they produce something that somebody waits for, else steadily.
+    """Posts at once when jobs have come, often while somebody waits for one of them, who may hang up at any moment, else
+    steadily.
 
     Args:
         client: this thread's own.
@@ -79,7 +80,6 @@ class ProgressPoster(threading.Thread):
         self._held: dict[str, _Held] = {}
         # When the next post is due in any case, when the last one was, and before when there is to be none.
         self._due = self._posted = self._not_before = 0.0
-        self._waits_for_news = False
         self._closed = False
         self._wanted = True
         self._step_begun: float | None = None
@@ -92,14 +92,15 @@ class ProgressPoster(threading.Thread):
             return self._wanted
 
     @contextlib.contextmanager
-    def holding(self, job_ids: Iterable[str]) -> Iterator[None]:
-        """These have just come: name them at once, since a claim that nobody names does not last.
+    def holding(self, jobs: Iterable[tuple[str, bool]]) -> Iterator[None]:
+        """These have just come (ids, and whether somebody waits for it): name them at once, since a claim that nobody names
+        does not last.
 
         The loop is told of them in the body of this, before which no post can name one: else a stop could be here first.
         """
         with self._changed:
-            for job_id in job_ids:
-                self._held.setdefault(job_id, _Held())
+            for job_id, attached in jobs:
+                self._held.setdefault(job_id, _Held(attached))
             yield
             self._due = time.monotonic()
             self._changed.notify()
@@ -114,14 +115,8 @@ class ProgressPoster(threading.Thread):
         """Tell what is in this as it grows; None: no more, the result says it all."""
         with self._changed:
             if job_id in self._held:
-                self._held[job_id].output = output
-
-    def has_news(self) -> None:
-        """Something that is followed has grown."""
-        with self._changed:
-            if self._waits_for_news:
-                self._waits_for_news = False
-                self._changed.notify()
+                held = self._held[job_id]
+                held.output, held.attached = output, held.attached and output is not None
 
     def let_go(self, job_id: str) -> None:
         """The broker knows how this one ended."""
@@ -166,7 +161,7 @@ class ProgressPoster(threading.Thread):
                 now = time.monotonic()
                 due = self._next_due()
                 if due is not None and now >= due:
-                    self._posted, self._due, self._waits_for_news = now, now + self._interval(), False
+                    self._posted, self._due = now, now + self._interval()
                     if not self._is_stalled(now):
                         return list(self._held.items())[-_MOST_JOBS:]
                     continue
@@ -177,11 +172,9 @@ class ProgressPoster(threading.Thread):
         """When to post; None while there is nothing to post about."""
         if not self._held:
             return None
-        now = time.monotonic()
-        self._waits_for_news = not any(held.has_news(now) for held in self._held.values())
-        due = self._due if self._waits_for_news else min(self._due, self._posted + self._pace.stream)
-        pauses = [held.again for held in self._held.values() if held.has_news(held.again) and held.again > now]
-        return max(min([due, *pauses]), self._not_before)
+        attached = any(held.attached for held in self._held.values())
+        due = min(self._due, self._posted + self._pace.stream) if attached else self._due
+        return max(due, self._not_before)
 
     def _interval(self) -> float:
         ttls = [held.ttl for held in self._held.values() if held.ttl is not None]

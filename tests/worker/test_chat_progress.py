@@ -33,8 +33,6 @@ def test_posts_carry_ids_and_text_by_absolute_offsets(broker, start):
     worker = start(chat=True, progress=3600.0)
     broker.give_chat("c", prefix="Oh ", logprobs=1)
     worker.engine.wait_for("c", PATIENCE)
-    # Nothing but the tokens themselves can bring about another post.
-    worker.engine.wait_until(lambda: broker.made(PROGRESS) and worker.worker._progress._waits_for_news, PATIENCE)
     worker.engine.says("c", ("a", "a"), ("b", ""), ("c", "bc"), logprobs=True)
     broker.wait_until(lambda: len(broker.held.get("c", broker).token_ids) == 6 if "c" in broker.held else False)
     assert broker.held["c"].text == "Oh abc"
@@ -112,22 +110,37 @@ def test_a_broker_that_takes_nothing_is_not_told_all_the_time(broker, start):
     broker.fail(PROGRESS, *[Answer(200, {"jobs": [{"id": "c", "accepted": 0, "ttl": 60}], "stop": []})] * 1000)
     broker.give_chat("c")
     worker.engine.says("c", ("a", "a"))
-    broker.wait_until(lambda: any("offset" in post for post in broker.told_of("c")))
-    posts, begun = len(broker.made(PROGRESS)), time.monotonic()
-    # Each pause is twice the one before, up to that between posts without news.
-    broker.wait_until(lambda: len(broker.made(PROGRESS)) >= posts + 8)
+    broker.wait_until(lambda: _told(broker) > 0)
+    told, begun = _told(broker), time.monotonic()
+    # Each pause is twice the one before, up to that between posts that nobody waits for.
+    broker.wait_until(lambda: _told(broker) >= told + 8)
     assert time.monotonic() - begun > 0.6
     with broker.changed:
         broker.faults[PROGRESS].clear()
     broker.wait_until(lambda: broker.held["c"].text == "a")
 
 
-def test_there_are_no_posts_and_no_work_while_nothing_is_new(broker, start):
-    worker = start(chat=True, max_batch=2, progress=3600.0, stream=0.01)
+def _told(broker) -> int:
+    """Posts that carried something of `c`."""
+    return sum("offset" in post for post in broker.told_of("c"))
+
+
+def test_a_hang_up_is_heard_at_the_pace_of_a_stream_also_before_there_is_a_token(broker, start):
+    worker = start(chat=True, progress=3600.0, stream=0.01)
     broker.give_chat("c")
+    worker.engine.wait_for("c", PATIENCE)
+    posts = len(broker.made(PROGRESS))
+    broker.wait_until(lambda: len(broker.made(PROGRESS)) >= posts + 3)
+    broker.stop_job("c", "cancelled")
+    worker.engine.wait_until(lambda: "c" in worker.engine.aborted, PATIENCE)
+
+
+def test_there_are_no_posts_and_no_work_while_nobody_waits(broker, start):
+    worker = start(chat=True, max_batch=2, progress=3600.0, stream=0.01)
+    broker.give_chat("c", attached=False)
     worker.engine.says("c", ("a", "a"))
-    broker.wait_until(lambda: broker.held["c"].text == "a" if "c" in broker.held else False)
-    worker.engine.wait_until(lambda: worker.worker._progress._waits_for_news, PATIENCE)
+    worker.engine.wait_for("c", PATIENCE)
+    broker.wait_until(lambda: bool(broker.told_of("c")))
     posts, seen, seconds = len(broker.made(PROGRESS)), len(broker.pops()), _thread_seconds(worker)
     # The engine steps on silently while a poll waits for its whole second, and then another one.
     broker.wait_until(lambda: len(broker.pops()) >= seen + 2)
