@@ -21,6 +21,7 @@ class Pace:
             broker gives the jobs to somebody else.
         flush: how long results may still be delivered after a drain.
         hurried_flush: the same after a second stop.
+        goodbye: how long the broker may then be told that this worker leaves.
     """
 
     first_retry: float = 0.5
@@ -32,6 +33,7 @@ class Pace:
     stalled: float = 300.0
     flush: float = 60.0
     hurried_flush: float = 5.0
+    goodbye: float = 3.0
 
     def backoff(self) -> Backoff:
         """Delays for one call."""

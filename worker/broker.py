@@ -18,6 +18,8 @@ _CONNECT_SECONDS = 10.0
 _ANSWER_SECONDS = 30.0
 # A post of progress is one of many, and claims end while it hangs.
 _PROGRESS_SECONDS = 10.0
+# Nobody is kept from leaving by a broker that is away.
+_LEAVING_SECONDS = 3.0
 # A tokenizer has megabytes, and a home connection sends slowly.
 _UPLOAD_SECONDS = 300.0
 _UNAVAILABLE = frozenset({408, 425, 429})
@@ -141,7 +143,8 @@ class BrokerClient:
             BrokerUnavailableError: not taken; the next post may be.
             NoProgressRouteError: do not try again.
         """
-        answer = self._call("POST", "generate/progress", _PROGRESS_SECONDS, body)
+        patience = _LEAVING_SECONDS if body.get("leaving") else _PROGRESS_SECONDS
+        answer = self._call("POST", "generate/progress", patience, body)
         if answer.status_code == 200:
             content = _json_object(answer)
             self._progress_taken = True

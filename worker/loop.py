@@ -3,7 +3,7 @@
 Three threads serve it: the popper, which fetches ahead, the submitter, which delivers, and the progress poster, which
 tells the broker what is held. They talk to it through its inbox, and it waits for nothing else. One `stop()` drains:
 what runs is finished, what has not begun is released, and nothing new is taken. A second one aborts what runs and
-releases that too.
+releases that too. The last word to the broker, either way, is that this worker has left.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Worker:
             self._show()
         self._hand_back_everything()
         self._flush()
-        self._progress.close()
+        self._progress.leave(self._pace.goodbye)
         return self._fatal
 
     def _read_inbox(self, *, wait: bool) -> None:
@@ -249,8 +249,9 @@ class Worker:
         return replace(job.request, prompt=self._render(job.messages))
 
     def _refuse(self, job: Job, error: RequestRefusedError) -> None:
-        """A chat that can't run anywhere ends as what it is; a text, whose broker knows no such end, as a fault."""
-        if job.kind == "text":
+        """A chat that can't run anywhere ends as what it is; a text, whose broker knows no such end, as a fault. So does a
+        chat that another worker began: what is wrong is what that one said, not what was ordered."""
+        if job.kind == "text" or job.request.prefix:
             self._submit_fault(job.id, job.kind, job.seed)
         elif error.code == "context_length_exceeded":
             self._reject(job.id, job.kind, "context_length_exceeded", job.seed)

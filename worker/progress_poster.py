@@ -134,17 +134,21 @@ class ProgressPoster(threading.Thread):
             with self._changed:
                 self._step_begun, self._stall_told = None, False
 
-    def close(self) -> None:
-        """No more posts."""
+    def leave(self, within: float) -> None:
+        """Post nothing more but that this worker leaves, so that nobody counts on it; best effort, for `within` seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify()
+        self.join(within)
 
     def run(self) -> None:
         """The thread."""
         try:
             while (held := self._next_post()) is not None:
                 self._post(held)
+            self._client.post_progress({"worker": self._worker_name, "jobs": [], "leaving": True})
+        except BrokerUnavailableError as error:
+            log.info("the broker was not told that this worker leaves: %s", error)
         except NoProgressRouteError as error:
             log.info("%s: jobs are worked off without it", error)
         except Exception:

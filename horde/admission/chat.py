@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import uuid
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,8 +14,7 @@ from horde.db.database import Transaction
 from horde.errors import ErrorCode, HordeError, bad_request
 from horde.kudos.prices import estimate_tokens
 from horde.registry.chat_tokenizer import ChatTokenizer
-from horde.registry.models import Serving, is_known_model, serving_chat
-from horde.registry.revisions import Manifest, revision_key
+from horde.registry.models import Serving, Target, best_target, is_known_model, serving_chat
 from horde.registry.templates import TemplateError
 
 # Without `max_tokens` no more than this is generated.
@@ -68,25 +66,6 @@ class ChatOrder:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A model at one revision, and the workers online that serve just that."""
-
-    model: str
-    manifest: Manifest
-    serving: Sequence[Serving]
-
-    @property
-    def key(self) -> str:
-        """What a request that was counted for this is pinned to."""
-        return revision_key(self.model, self.manifest.model_revision, self.manifest.tokenizer_revision)
-
-    @property
-    def context_length(self) -> int:
-        """The most that one of its workers holds of prompt and answer together, in tokens."""
-        return max(_context(worker) for worker in self.serving)
-
-
-@dataclass(frozen=True)
 class Prompt:
     """A prompt as a worker will read it.
 
@@ -103,7 +82,7 @@ class Prompt:
 
 
 def choose_target(tx: Transaction, order: ChatOrder, user_id: int) -> Target:
-    """The first of the order's models that somebody serves, at the revision that most threads serve.
+    """The first of the order's models that somebody serves whom it allows, at the revision of the highest standing.
 
     Raises:
         HordeError: 404 `model_not_found` when none of them was ever announced, 503 `no_capacity` when nobody serves one now.
@@ -111,9 +90,10 @@ def choose_target(tx: Transaction, order: ChatOrder, user_id: int) -> Target:
     for model in order.models:
         if model == RESERVED_MODEL:
             continue
-        targets = _by_revision(model, serving_chat(tx, model, user_id=user_id), order)
-        if targets:
-            return max(targets, key=lambda target: sum(worker.threads for worker in target.serving))
+        serving = serving_chat(tx, model, user_id=user_id)
+        target = best_target(model, (worker for worker in serving if _allows(order, worker)))
+        if target is not None:
+            return target
     name = order.models[0] if order.models else ""
     if not any(is_known_model(tx, model) for model in order.models if model != RESERVED_MODEL):
         raise HordeError(
@@ -130,20 +110,12 @@ def no_capacity(message: str, *, retry_after: float = NO_CAPACITY_RETRY) -> Hord
     return HordeError(ErrorCode.NO_CAPACITY, message, rc="NoCapacity", retry_after=retry_after)
 
 
-def _by_revision(model: str, serving: Sequence[Serving], order: ChatOrder) -> list[Target]:
-    groups: dict[str, list[Serving]] = defaultdict(list)
-    for worker in serving:
-        if order.model_revision not in {None, worker.manifest.model_revision}:
-            continue
-        if order.worker_ids and (worker.worker_id in order.worker_ids) == order.worker_blacklist:
-            continue
-        if order.trusted_workers and not worker.trusted:
-            continue
-        if worker.is_slow and not order.slow_workers:
-            continue
-        manifest = worker.manifest
-        groups[revision_key(model, manifest.model_revision, manifest.tokenizer_revision)].append(worker)
-    return [Target(model, group[0].manifest, group) for _, group in sorted(groups.items())]
+def _allows(order: ChatOrder, worker: Serving) -> bool:
+    if order.model_revision not in {None, worker.manifest.model_revision}:
+        return False
+    if order.worker_ids and (worker.worker_id in order.worker_ids) == order.worker_blacklist:
+        return False
+    return (worker.trusted or not order.trusted_workers) and (order.slow_workers or not worker.is_slow)
 
 
 def read_prompt(order: ChatOrder, tokenizer: ChatTokenizer | None, context_length: int) -> Prompt:
@@ -225,7 +197,7 @@ def fit(order: ChatOrder, prompt: Prompt, target: Target, *, most: int | None = 
     tokens = min(prompt.tokens, context - 1) if prompt.estimated else prompt.tokens
     if order.max_tokens is None:
         usual = min(limit for limit in (USUAL_MOST_TOKENS, most, most_shown) if limit is not None)
-        room = max(min(_context(worker) - tokens, worker.max_length, usual) for worker in target.serving)
+        room = max(min(worker.context_length - tokens, worker.max_length, usual) for worker in target.sized_by)
         if room < 1:
             raise _too_long(order, prompt, context)
         return room
@@ -233,8 +205,7 @@ def fit(order: ChatOrder, prompt: Prompt, target: Target, *, most: int | None = 
     if tokens + wanted > context and not prompt.estimated:
         raise _too_long(order, prompt, context)
     needed = context_needed(prompt, wanted, target)
-    fits = [worker for worker in target.serving if needed <= _context(worker)]
-    longest = max(worker.max_length for worker in fits)
+    longest = max(worker.max_length for worker in target.sized_by if needed <= worker.context_length)
     if most_shown is not None and wanted > most_shown:
         raise bad_request(
             f"With {order.logprobs} alternatives a token, log-probabilities are shown for {most_shown} tokens at most.",
@@ -261,17 +232,17 @@ def projected_blocks(prompt: Prompt, max_new_tokens: int, target: Target) -> int
     return math.ceil((prompt.tokens + max_new_tokens) / max(1, target.manifest.block_size))
 
 
-def _context(worker: Serving) -> int:
-    manifest = worker.manifest
-    return min(manifest.context_length, worker.max_context_length, manifest.blocks * manifest.block_size)
-
-
 def _content(order: ChatOrder) -> str:
     return "prompt" if order.messages is None else "messages"
 
 
 def _too_long(order: ChatOrder, prompt: Prompt, context: int) -> HordeError:
     wanted = order.max_tokens
+    # Where the prompt by itself leaves room, fewer tokens would do.
+    if wanted is not None and prompt.tokens < context:
+        field, fault = "max_tokens", f"{wanted} tokens after {prompt.tokens} exceed the context of {context}"
+    else:
+        field, fault = _content(order), f"{prompt.tokens} tokens exceed the context of {context}"
     asked = f"{'at least ' if prompt.estimated else ''}{prompt.tokens} prompt tokens" + (
         f" and max_tokens of {wanted}" if wanted is not None else ""
     )
@@ -280,7 +251,7 @@ def _too_long(order: ChatOrder, prompt: Prompt, context: int) -> HordeError:
         f"This model's maximum context length is {context} tokens, and this is {asked}"
         + (f" ({prompt.tokens + wanted} in all)." if wanted is not None else ", which leaves no room for an answer."),
         rc="TokenOverflow",
-        errors={_content(order): f"{prompt.tokens} tokens exceed the context of {context}"},
+        errors={field: fault},
     )
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 TITLE = "Horde"
-DESCRIPTION = """A broker that lets volunteers lend their GPUs. Ask for text, poll the status, read the result.
+DESCRIPTION = """A broker that lets volunteers lend their GPUs. There are two doors:
+
+- `/v1`, as OpenAI's API: a chat or a completion, as a whole or with `stream` as server-sent events, while the connection
+  is open. Whoever hangs up has cancelled. The key goes into `Authorization: Bearer`.
+- `/api/v2`, as AI Horde's: ask for a text or a chat, poll the status, read the result. The key goes into `apikey`. Workers
+  pop jobs here, post what they have written, and submit results.
 
 Bodies are strict JSON of at most 1 MiB, 64 levels and 10,000 arrays and objects.
 Unknown fields are ignored. Every answer may be read from any origin."""
@@ -64,7 +69,7 @@ _SAID = {
     422: "The Idempotency-Key was used for another body",
     429: "Too often, or too much at once; see `Retry-After`",
     502: "Two workers failed at it",
-    503: "The broker cannot reach its database; see `Retry-After`",
+    503: "The broker cannot reach its database, or nobody serves what is asked for now; see `Retry-After`",
     504: "Its deadline has passed",
 }
 

@@ -31,6 +31,8 @@ from horde.errors import ErrorCode, HordeError
 
 VALIDATION_FAILED = "Input payload validation failed"
 NUL_IN_BODY = "NulByteInPayload"
+# In the environment of a request: the code of the rule that refused it.
+REFUSED_BY = "horde.refused_by"
 log = structlog.get_logger("horde.api")
 
 
@@ -67,6 +69,7 @@ def _openai() -> bool:
 
 
 def _horde_error(error: HordeError) -> Response:
+    request.environ[REFUSED_BY] = error.code
     if _openai():
         headers = retry_headers(error.code, error.status, error.retry_after)
         return answer(horde_error_object(error), error.status, headers)
@@ -94,7 +97,7 @@ def _bad_body(error: BodyError) -> Response:
 
 
 def _rate_limited(error: RateLimitExceeded) -> Response:
-    # `Retry-After` is added by the limiter, which knows when.
+    # `Retry-After` is added where the limits are, which know when.
     return _said(ErrorCode.RATE_LIMIT_EXCEEDED, str(error.description), 429, {})
 
 

@@ -1,5 +1,6 @@
 """How often one address or key may call which route: AI Horde's limits, except that a status may be read ten times a
-second per request. Every limit is in `LIMITS`; a route that is not there has the default.
+second per request, and that `/v1`, where nobody polls, has its own. Every limit is in `LIMITS`; a route that is not
+there has the default.
 
 Workers that pop each second and clients that poll twice a second never meet a limit.
 """
@@ -7,12 +8,15 @@ Workers that pop each second and clients that poll twice a second never meet a l
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 from flask import Flask, Response, request
-from flask_limiter import Limiter
+from flask_limiter import Limiter, RequestLimit
 
 from horde.api.address import limit_key
 from horde.api.identity import ANONYMOUS_KEY, given_key
@@ -20,6 +24,7 @@ from horde.errors import HordeError
 from horde.settings import Settings
 
 DEFAULT = "90/minute"
+log = structlog.get_logger("horde.api")
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,13 @@ def _registered() -> bool:
     return not _anonymous()
 
 
-# One machine may hold many chats open at once; how many of them wait is bounded per user.
+# Each of them is read and counted by its tokenizer before a rule can refuse it.
 _CHAT = (
-    Limit("60/second", _by_address),
+    Limit("40/second", _by_address),
+    Limit("1200/minute", _by_address),
     Limit("2/second", _by_address, unless=_registered),
-    Limit("60/second", _by_key, unless=_anonymous),
+    Limit("90/minute", _by_address, unless=_registered),
+    Limit("20/second", _by_key, unless=_anonymous),
 )
 _STATUS = (Limit("10/second", _by_address_and_path),)
 _WORK = (Limit("60/second", _by_address),)
@@ -111,12 +118,9 @@ def install_limits(app: Flask, settings: Settings) -> None:
     limiter = Limiter(
         limit_key,
         storage_uri=settings.rate_limit_storage,
-        headers_enabled=True,
         strategy="fixed-window",
         in_memory_fallback_enabled=settings.rate_limit_storage != "memory://",
     )
-    # Runs after the limiter's own hook, which rounds a fraction of a second down to "now".
-    app.after_request(_never_at_once)
     limiter.init_app(app)
     for endpoint in list(app.view_functions):
         if not endpoint.startswith(LIMITED) or endpoint in UNLIMITED:
@@ -125,9 +129,28 @@ def install_limits(app: Flask, settings: Settings) -> None:
         for limit in LIMITS.get(endpoint, (Limit(DEFAULT, _by_address),)):
             view = limiter.limit(limit.amount, key_func=limit.caller, exempt_when=limit.unless)(view)
         app.view_functions[endpoint] = view
+    app.after_request(lambda response: _tell(response, limiter.current_limits))
 
 
-def _never_at_once(response: Response) -> Response:
-    if response.status_code == 429 and response.headers.get("Retry-After", "0") == "0":
-        response.headers["Retry-After"] = "1"
+def _tell(response: Response, limits: list[RequestLimit]) -> Response:
+    """Say how much of the limit that ends first is left and, of a call that went beyond one, when the next may come.
+
+    The library's own headers tell of one limit whether it binds or not, and of a time to come back on every answer.
+    """
+    if not limits:
+        return response
+    try:
+        resets_at, left, amount = min(
+            ((limit.window.reset_time, limit.remaining, limit.limit.amount) for limit in limits),
+            # Of several that are used up, the one that stays so for longest.
+            key=lambda found: (found[1], -found[0]),
+        )
+    except Exception as error:  # noqa: BLE001 the storage went away since it counted this call: nobody loses an answer by that
+        log.warning("limits_not_told", error=type(error).__qualname__)
+        return response
+    response.headers["X-RateLimit-Limit"] = str(amount)
+    response.headers["X-RateLimit-Remaining"] = str(left)
+    response.headers["X-RateLimit-Reset"] = str(math.ceil(resets_at))
+    if any(limit.breached for limit in limits):
+        response.headers["Retry-After"] = str(max(1, math.ceil(resets_at - time.time())))
     return response

@@ -1,6 +1,7 @@
 """Counts, times and logs requests, by route template: never a path, a key, a prompt or a body.
 
-Failures of the broker are logged as errors, refusals at `info`, the rest at `debug`, since a busy broker answers
+Failures of the broker are logged as errors, refusals at `info`, also those by a rule with a status of 500 and above
+(nobody serves the model, the deadline has passed, two workers failed), the rest at `debug`, since a busy broker answers
 thousands of polls a second.
 """
 
@@ -13,9 +14,13 @@ from flask import Flask, Response, request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 
 from horde.api.edge import REQUEST_ID, STARTED
+from horde.api.errors import REFUSED_BY
+from horde.errors import ErrorCode
 
 _BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 UNMATCHED = "unmatched"
+# None: no rule refused it.
+_FAILURES = frozenset({None, ErrorCode.BROKER_UNAVAILABLE})
 log = structlog.get_logger("horde.requests")
 
 
@@ -49,7 +54,8 @@ def install_request_log(app: Flask, *, logs_all: bool) -> None:
         found[0].inc()
         found[1].observe(seconds)
         if status >= 400 or logs_all:
-            write = log.error if status >= 500 else log.info if status >= 400 else log.debug
+            failed = status >= 500 and environ.get(REFUSED_BY) in _FAILURES
+            write = log.error if failed else log.info if status >= 400 else log.debug
             write(
                 "request",
                 method=labels[0],

@@ -36,7 +36,7 @@ def _whole(value: Any) -> Any:
 
 def _not_null(value: Any) -> Any:
     if value is None:
-        raise PydanticCustomError("null", "None is not allowed here")
+        raise PydanticCustomError("null", "null is not allowed here")
     return value
 
 
@@ -170,10 +170,13 @@ def refusals(error: ValidationError, where: str) -> dict[str, str]:
 
 
 def _shown(value: Any) -> str:
-    """A value as a refusal names it; numbers only, so that no text of a user is repeated."""
-    if isinstance(value, bool | int | float):
+    """A value as a refusal names it, by JSON's words; numbers only, so that no text of a user is repeated."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
         return repr(value)[:40]
-    return {str: "the text", list: "the list", dict: "the object", type(None): "None"}.get(type(value), "the value")
+    kinds = {str: "the string", list: "the array", dict: "the object", type(None): "null"}
+    return kinds.get(type(value), "the value")
 
 
 def _wrong_type(name: str) -> Callable[[str, dict[str, Any]], str]:

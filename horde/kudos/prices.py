@@ -16,6 +16,7 @@ FEE = 1 * HUNDREDTHS  # per delivered result, kept by the horde
 TEXT_TAX = 1 * HUNDREDTHS  # per request
 LEAST_TOKENS = 20
 CHARACTERS_PER_TOKEN = 4
+MOST_ESTIMATED = 1024  # of a prompt's tokens, where its tokenizer is not known
 
 VALIDATED_BRIDGES = ("AI Horde Worker", "KoboldCppEmbedWorker", "TabbyAPI", "Horde Worker")
 VALIDATED_BACKENDS = ("aphrodite~oai", "aphrodite~kai")
@@ -40,6 +41,11 @@ def billions_of_parameters(model: str) -> float | None:
 def estimate_tokens(text: str) -> int:
     """Tokens of a text where no tokenizer is known: characters / 4, rounded up."""
     return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+
+
+def believed_prompt(tokens: int, *, estimated: bool) -> int:
+    """Tokens of a chat's prompt that its price goes by: nobody earns more for a length that nobody has counted."""
+    return min(tokens, MOST_ESTIMATED) if estimated else tokens
 
 
 def context_multiplier(prompt_tokens: int) -> float:

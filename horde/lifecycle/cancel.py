@@ -106,16 +106,18 @@ def _store_posted(tx: Transaction, locked: ProcessingJob, pricing: Pricing) -> N
     job = read_job(tx, locked.id)
     assert job is not None, "a locked job is there"
     posted = read_posted(tx, job.id)
+    # Ids alone prove nothing: as in a result, they count where they are what the text is made of.
+    tokens = min(len(posted.token_ids), pricing.count(job, posted.text, posted.token_ids))
     result = Result(
         text=posted.text,
-        tokens=len(posted.token_ids),
+        tokens=tokens,
         finish_reason="cancelled",
         token_ids=posted.token_ids,
         logprobs=posted.logprobs,
-        prefix_tokens=posted.prefix_tokens,
+        prefix_tokens=posted.share_of(tokens, posted.text, posted.token_ids),
     )
     # Paid for is what was delivered; earned is what this attempt added to it.
-    price = pricing(job, result) if result.tokens else Price(0, 0)
+    price = pricing.price(job, result) if result.tokens else Price(0, 0)
     run_ms = write_result(tx, job, result, price, by_cancel=True)
     assert run_ms is not None, "a locked processing job is stored"
     change = Change(processing=-1, stored=1, price=price.price, last_faulted=False)

@@ -38,8 +38,8 @@ class Posted:
     prefix_characters: int
 
     def is_continued_by(self, text: str, token_ids: list[int] | None) -> bool:
-        """Whether a whole output begins with this; without ids the text alone tells."""
-        begins = token_ids is None or token_ids[: len(self.token_ids)] == self.token_ids
+        """Whether a whole output begins with this; where ids were posted it has to tell its own."""
+        begins = (token_ids or [])[: len(self.token_ids)] == self.token_ids
         return begins and text.startswith(self.text)
 
     def share_of(self, tokens: int, text: str, token_ids: list[int] | None) -> int:

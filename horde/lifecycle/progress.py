@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ FROM jobs WHERE id = ANY (%(jobs)s::uuid[]) AND owner_id = %(owner)s ORDER BY id
 # looked into for a job's first output only.
 READ_HELD = Prepared("""
 SELECT jobs.id, jobs.request_id, requests.attached_until IS NOT NULL AS attached, requests.max_length,
+       jobs.tokenizer_revision,
        coalesce(cardinality(progress.token_ids), cardinality(slots.prefix_token_ids), 0) AS tokens,
        coalesce(char_length(progress.text), char_length(slots.prefix_text), 0) AS characters,
        extract(epoch FROM horde_now() - progress.updated_at)::float AS age,
@@ -101,6 +102,7 @@ class _Held:
 
     Attributes:
         age: seconds since what is held was written; None: nothing is.
+        vocabulary: token ids are below it; None where that is not known.
     """
 
     job_id: uuid.UUID
@@ -111,15 +113,19 @@ class _Held:
     max_length: int
     wants_logprobs: bool
     age: float | None
+    vocabulary: int | None
     fresh_tokens: list[int] = field(default_factory=list)
     fresh_text: str = ""
     fresh_logprobs: list[Any] = field(default_factory=list)
 
     def take(self, chunk: Chunk) -> None:
-        """Take what of a chunk goes on from what is held; a chunk behind a gap, or without the logprobs asked for, not at all."""
+        """Take what of a chunk goes on from what is held; not at all a chunk behind a gap, one without the
+        logprobs asked for, or one with ids that are none: no worker could go on from them."""
         if chunk.offset > self.tokens or chunk.text_offset > self.characters or self._is_written_too_often():
             return
         if self.wants_logprobs and len(chunk.logprobs or ()) != len(chunk.token_ids):
+            return
+        if self.vocabulary is not None and max(chunk.token_ids, default=0) >= self.vocabulary:
             return
         kept = slice(self.tokens - chunk.offset, self.max_length - chunk.offset)
         fresh = list(chunk.token_ids)[kept]
@@ -141,18 +147,26 @@ class _Held:
 
 
 def post_progress(
-    tx: Transaction, owner_id: int, chunks: Sequence[Chunk], *, lease: int = PROGRESS_LEASE
+    tx: Transaction,
+    owner_id: int,
+    chunks: Sequence[Chunk],
+    *,
+    lease: int = PROGRESS_LEASE,
+    vocabulary: Callable[[str], int | None] = lambda _: None,
 ) -> list[Progressed]:
     """Take what is new of each chunk and renew the leases that are due; repeats, reordering and gaps change nothing.
 
     A job claimed without `posts_progress` keeps its lease, and nothing of it is taken. Nothing is taken beyond what the order
     asked for.
+
+    Args:
+        vocabulary: how many token ids the tokenizer of a revision has; None where that is not known at once.
     """
     jobs = [chunk.job_id for chunk in chunks]
     locked = tx.execute(LOCK_JOBS, {"jobs": jobs, "owner": owner_id, "renew_after": min(RENEW_AFTER, lease / 4)})
     found = {row.id: row for row in locked}
     running = [job for job, row in found.items() if row.state == "processing" and row.posts_progress]
-    held = _read_held(tx, running, chunks) if running else {}
+    held = _read_held(tx, running, chunks, vocabulary) if running else {}
     due = [job for job in held if found[job].due]
     if due:
         tx.execute(RENEW, {"jobs": due, "lease": lease})
@@ -172,7 +186,9 @@ def post_progress(
     return answers
 
 
-def _read_held(tx: Transaction, jobs: Sequence[uuid.UUID], chunks: Iterable[Chunk]) -> dict[uuid.UUID, _Held]:
+def _read_held(
+    tx: Transaction, jobs: Sequence[uuid.UUID], chunks: Iterable[Chunk], vocabulary: Callable[[str], int | None]
+) -> dict[uuid.UUID, _Held]:
     # Read in a statement after the one that may have waited for the locks: the latter sees what was there before its wait.
     bringing = [chunk.job_id for chunk in chunks if chunk.token_ids]
     return {
@@ -185,6 +201,7 @@ def _read_held(tx: Transaction, jobs: Sequence[uuid.UUID], chunks: Iterable[Chun
             max_length=row.max_length,
             wants_logprobs=bool(row.wants_logprobs),
             age=row.age,
+            vocabulary=vocabulary(row.tokenizer_revision) if row.tokenizer_revision else None,
         )
         for row in tx.execute(READ_HELD, {"jobs": jobs, "bringing": bringing})
     }

@@ -17,7 +17,7 @@ r.attached_until IS NOT NULL AS attached
 # What of a job does not change while it runs, so that reading it needs no lock.
 _JOB = """
 j.id AS job_id, j.slot_idx, j.worker_id, j.worker_name, j.owner_id, j.model, j.bridge_agent, j.posts_progress,
-owner.trusted AS owner_trusted, r.max_length, r.models, r.payload
+j.tokenizer_revision, owner.trusted AS owner_trusted, r.max_length, r.models, r.payload
 """
 
 LOCK_REQUEST = f"SELECT {_REQUEST} FROM requests r WHERE r.id = %(request)s FOR UPDATE"
@@ -78,6 +78,7 @@ class JobFacts:
     max_length: int
     models: list[str]
     payload: dict[str, Any]
+    tokenizer_revision: str | None
 
 
 @dataclass(frozen=True)
@@ -150,4 +151,5 @@ def _facts(row: Any) -> JobFacts:
         max_length=row.max_length,
         models=row.models,
         payload=row.payload,
+        tokenizer_revision=row.tokenizer_revision,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,17 @@ class Price:
     reward: int
 
 
-Pricing = Callable[[JobFacts, Result], Price]
+@dataclass(frozen=True)
+class Pricing:
+    """What the caller makes of an output. Both are called with the request locked, so they wait for nothing.
+
+    Attributes:
+        price: of a result with its tokens counted.
+        count: tokens of the text and the ids that were posted of a job whose worker can be asked for no more.
+    """
+
+    price: Callable[[JobFacts, Result], Price]
+    count: Callable[[JobFacts, str, Sequence[int]], int]
 
 
 def store(
@@ -97,7 +107,7 @@ def store(
         # What a job that has settled is told does not depend on what is said of it now.
         still_runs = lock_job(tx, job_id) == JobState.PROCESSING
         return Settlement(Verdict.CONTRADICTED) if still_runs else _acknowledge_or_classify(tx, job_id, key)
-    price = pricing(job, whole)
+    price = pricing.price(job, whole)
     run_ms = write_result(tx, job, whole, price, key=key)
     if run_ms is None:
         return _acknowledge_or_classify(tx, job_id, key)

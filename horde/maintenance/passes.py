@@ -21,7 +21,7 @@ from horde.lifecycle.retention import BATCH, delete_old
 from horde.lifecycle.settle import Settlement
 from horde.lifecycle.words import CancelReason, Verdict
 from horde.usecases.context import Context
-from horde.usecases.pricing import price_result
+from horde.usecases.pricing import pricing
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def _settle(
     for job_id in due.pages(context.database, statement):
         if not may_go_on():
             break
-        settlement = _one(context, functools.partial(transition, job_id=job_id, pricing=price_result))
+        settlement = _one(context, functools.partial(transition, job_id=job_id, pricing=pricing(context)))
         if settlement is not None and settlement.verdict is Verdict.SETTLED:
             count += 1
             context.wakeups.announce(settlement.waits_for)
@@ -92,7 +92,7 @@ def _cancel(context: Context, statement: str, reason: CancelReason, may_go_on: C
     for request_id in due.pages(context.database, statement):
         if not may_go_on():
             break
-        work = functools.partial(cancel_if_due, request_id=request_id, reason=reason, pricing=price_result)
+        work = functools.partial(cancel_if_due, request_id=request_id, reason=reason, pricing=pricing(context))
         if _one(context, work) is Cancelled.DONE:
             count += 1
             context.streams.announce([request_id])

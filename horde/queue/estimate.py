@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from horde.db.database import Prepared, Transaction
-from horde.db.tables.workers import ONLINE_SECONDS
+from horde.db.tables.workers import CHAT_ONLINE_SECONDS, ONLINE_SECONDS
 from horde.lifecycle.enqueue import queue_models
+from horde.lifecycle.words import Kind
 from horde.queue.filter import CAN_SERVE, SERVES_MODEL, TAKES_KIND
 
 # Rows ahead are counted no further than this: nobody tells place 1,000 from 2,000.
@@ -103,7 +104,7 @@ def _parameters(kind: str, models: Sequence[str]) -> dict[str, Any]:
         "any_model": not models,
         "depth": AHEAD_DEPTH,
         "assumed": ASSUMED_SPEED,
-        "online": ONLINE_SECONDS,
+        "online": CHAT_ONLINE_SECONDS if kind == Kind.CHAT else ONLINE_SECONDS,
     }
 
 

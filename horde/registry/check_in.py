@@ -50,6 +50,12 @@ UPDATE workers SET uptime = {_UPTIME}, last_check_in = horde_now()
 WHERE id = %(id)s AND deleted_at IS NULL AND last_check_in > horde_now() - make_interval(secs => %(online)s)
 """
 
+# As if it had last been here so long ago that it counts as away.
+GO_OFFLINE = f"""
+UPDATE workers SET uptime = {_UPTIME}, last_check_in = horde_now() - make_interval(secs => %(online)s)
+WHERE id = %(id)s AND deleted_at IS NULL AND last_check_in > horde_now() - make_interval(secs => %(online)s)
+"""
+
 # The owner's row is the lock under which two first pops count the owner's workers one after the other.
 LOCK_OWNER = "SELECT id FROM users WHERE id = %(owner)s FOR NO KEY UPDATE"
 
@@ -150,11 +156,25 @@ def stay_online(tx: Transaction, owner_id: int, name: str) -> None:
     Raises:
         HordeError: 403 `WrongCredentials` when the owner never had a worker of this name.
     """
+    row = _read_own(tx, owner_id, name)
+    if row.due:
+        tx.execute(STAY_ONLINE, {"id": row.id, "online": ONLINE_SECONDS})
+
+
+def go_offline(tx: Transaction, owner_id: int, name: str) -> None:
+    """The last sign of life: the worker is offline at once, until its next pop.
+
+    Raises:
+        HordeError: 403 `WrongCredentials` when the owner never had a worker of this name.
+    """
+    tx.execute(GO_OFFLINE, {"id": _read_own(tx, owner_id, name).id, "online": ONLINE_SECONDS})
+
+
+def _read_own(tx: Transaction, owner_id: int, name: str) -> Any:
     row = tx.execute(READ_OWN, {"owner": owner_id, "name": name, "write_every": WRITE_EVERY}).one_or_none()
     if row is None:
         raise forbidden("wrong credentials: you have no worker of this name.", rc="WrongCredentials")
-    if row.due:
-        tx.execute(STAY_ONLINE, {"id": row.id, "online": ONLINE_SECONDS})
+    return row
 
 
 def register(tx: Transaction, owner_id: int, announcement: Announcement, *, trusted: bool, limited: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from jinja2.exceptions import SecurityError
 
-from horde.registry.template_guards import Budget, ExhaustedError, budget_of_this
+from horde.registry.template_guards import Budget, ExhaustedError, budget_of_this, made
 from horde.registry.template_sandbox import RefusedError, environment
 
 LONGEST_TEMPLATE = 256 << 10
@@ -67,6 +67,7 @@ class ChatTemplate:
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         said = budget_of_this.set(budget)
         try:
+            made(given)
             pieces = []
             for piece in self._template.generate(
                 **self._special_tokens,

@@ -22,6 +22,7 @@ from horde.db.database import Database, Transaction
 from horde.errors import HordeError, bad_request
 from horde.registry.chat_tokenizer import ChatTokenizer, TokenizerError
 from horde.registry.templates import ChatTemplate, TemplateError, is_token_name
+from horde.registry.tokenizer_limits import check_parts
 
 MAX_TOKENIZER_BYTES = 32 << 20
 MAX_DEPTH = 64
@@ -78,7 +79,7 @@ def canonical_form(body: bytes) -> bytes:
     """The canonical form of a body as somebody sent it: JSON of any form, in which of a repeated key the last value counts.
 
     Raises:
-        HordeError: 400, it is no JSON, or a field is not of its type; names the field.
+        HordeError: 400, it is no JSON, or a field is not of its type or asks for too much; names the field.
     """
     given = _parse(body)
     if not isinstance(given, dict):
@@ -92,6 +93,7 @@ def canonical_form(body: bytes) -> bytes:
     known = {"tokenizer": tokenizer, "chat_template": template, "special_tokens": special}
     if _is_deeper(known, MAX_DEPTH):
         _refuse("tokenizer", f"is nested deeper than {MAX_DEPTH} levels")
+    check_parts(tokenizer)
     for field, text in (
         ("chat_template", template or ""),
         *((f"special_tokens.{name}", special[name]) for name in special),
@@ -161,6 +163,10 @@ class Tokenizers:
         with turn:
             found, certain = self._look_up(revision)
             return found if certain else self._load(database, revision)
+
+    def loaded(self, revision: str) -> ChatTokenizer | None:
+        """The tokenizer of this revision where this process has it at hand; never waits."""
+        return self._look_up(revision)[0]
 
     def forget_unknown(self, revision: str) -> None:
         """It has just been stored: the next `load` looks for it."""

@@ -15,7 +15,7 @@ from horde.registry.chat_tokenizer import ChatTokenizer
 from horde.usecases.chat_admission import admit_chat
 from horde.usecases.chat_stream import TokenLogprob, finish_reason, show_logprobs
 from horde.usecases.context import Context
-from horde.usecases.pricing import price_result
+from horde.usecases.pricing import pricing
 from horde.usecases.request_status import RequestStatus, read_request, require_request
 
 __all__ = ["AcceptedChat", "ChatGeneration", "ChatOrder", "ChatStatus", "cancel_chat", "order_chat", "read_chat_status"]
@@ -81,7 +81,7 @@ def cancel_chat(context: Context, request_id: uuid.UUID) -> ChatStatus:
 
     def work(tx: Transaction) -> tuple[Status, dict[str, Any]]:
         require_request(tx, request_id, Kind.CHAT)
-        cancel(tx, request_id, CancelReason.CLIENT, pricing=price_result)
+        cancel(tx, request_id, CancelReason.CLIENT, pricing=pricing(context))
         return read_request(tx, request_id, Kind.CHAT)
 
     status, fields = context.database.run(work)

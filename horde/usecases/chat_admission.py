@@ -14,7 +14,6 @@ from typing import Any
 from horde.admission.chat import (
     ChatOrder,
     Prompt,
-    Target,
     choose_target,
     context_needed,
     fit,
@@ -28,13 +27,14 @@ from horde.admission.keys import User, authenticate
 from horde.admission.text import Standing, check_concurrency, check_workers, read_standing
 from horde.db.database import Transaction
 from horde.errors import ErrorCode, HordeError
-from horde.kudos.prices import HUNDREDTHS, TEXT_TAX, most_per_text
+from horde.kudos.prices import HUNDREDTHS, TEXT_TAX, believed_prompt, most_per_text
 from horde.kudos.upfront import free_tokens, upfront
 from horde.lifecycle.enqueue import NewRequest, enqueue, queue_keys
 from horde.lifecycle.status import read_status
 from horde.lifecycle.words import CancelReason, Kind, Outcome
 from horde.queue.estimate import estimate_wait
 from horde.queue.rank import rank_offset
+from horde.registry.models import Target
 from horde.usecases.context import Context
 
 # An open connection waits in the queue no longer than this, in seconds.
@@ -215,7 +215,8 @@ def _admitted(
     order: ChatOrder, prompt: Prompt, max_new_tokens: int, caller: _Caller, request_id: uuid.UUID
 ) -> Admitted:
     target = caller.target
-    each = most_per_text(max_length=max_new_tokens, prompt_tokens=prompt.tokens, models=[target.model])
+    believed = believed_prompt(prompt.tokens, estimated=prompt.estimated)
+    each = most_per_text(max_length=max_new_tokens, prompt_tokens=believed, models=[target.model])
     return Admitted(
         id=request_id,
         model=target.model,

@@ -28,7 +28,7 @@ from horde.streams.hub import Follower
 from horde.streams.output import Output, SlotOutput
 from horde.usecases.chat_admission import Admitted, admit_chat
 from horde.usecases.context import Context
-from horde.usecases.pricing import price_result
+from horde.usecases.pricing import pricing
 
 log = structlog.get_logger(__name__)
 
@@ -201,7 +201,7 @@ class OpenChat:
                 # A broker that shuts down leaves its requests attached for a moment: their clients may come back elsewhere.
                 self._context.database.run(lambda tx: let_go(tx, self.id))
                 return
-            cancelled = self._context.database.run(lambda tx: leave(tx, self.id, pricing=price_result))
+            cancelled = self._context.database.run(lambda tx: leave(tx, self.id, pricing=pricing(self._context)))
         except HordeError as error:
             # Nobody renews the attachment any more, so maintenance ends the request in its stead.
             log.warning("chat.could_not_leave", error=error.message)
@@ -221,7 +221,7 @@ class OpenChat:
         if self._deadline is None or time.monotonic() < self._deadline:
             return
         cancelled = self._context.database.run(
-            lambda tx: cancel_if_due(tx, self.id, CancelReason.DEADLINE, pricing=price_result)
+            lambda tx: cancel_if_due(tx, self.id, CancelReason.DEADLINE, pricing=pricing(self._context))
         )
         # The database's clock may be a moment behind ours.
         self._deadline = time.monotonic() + LOOK_EVERY if cancelled is Cancelled.NOT_DUE else None

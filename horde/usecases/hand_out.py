@@ -16,7 +16,7 @@ from horde.lifecycle.terms import Terms
 from horde.queue.candidates import Candidate
 from horde.usecases.cache_salt import cache_salt
 from horde.usecases.context import Context
-from horde.usecases.pricing import price_result
+from horde.usecases.pricing import pricing
 
 LOCK_KEY = "SELECT pg_advisory_xact_lock(hashtextextended(%(key)s, 7001))"
 
@@ -146,5 +146,7 @@ def hand_back(context: Context, jobs: Sequence[PoppedJob]) -> None:
     One that settled meanwhile, or that a pop with the same key was given, is left alone.
     """
     for job in jobs:
-        settlement = context.database.run(functools.partial(release_undelivered, job_id=job.id, pricing=price_result))
+        settlement = context.database.run(
+            functools.partial(release_undelivered, job_id=job.id, pricing=pricing(context))
+        )
         context.wakeups.announce(settlement.waits_for)

@@ -1,12 +1,21 @@
-"""The price of a result, by kind: what the lifecycle is handed as a callable."""
+"""The price of a result, by kind: what the lifecycle is handed as callables."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from horde.kudos import prices
 from horde.lifecycle.rows import JobFacts
-from horde.lifecycle.store import Price, Result
+from horde.lifecycle.store import Price, Pricing, Result
+from horde.lifecycle.words import Kind, ResultState
+from horde.usecases.context import Context
+from horde.usecases.counting import count_posted
+
+
+def pricing(context: Context) -> Pricing:
+    """How results are priced, and what a cancel leaves of a stream is counted."""
+    return Pricing(price_result, partial(count_posted, context.tokenizers))
 
 
 def price_result(job: JobFacts, result: Result) -> Price:
@@ -14,10 +23,12 @@ def price_result(job: JobFacts, result: Result) -> Price:
 
     Text and chat by AI Horde's text formula, but no more than the order was quoted where it named its models; images have no
     worker here yet and cost the fee alone. The client pays all that was delivered. A worker that went on with what another
-    one had begun earns for its own tokens, and nothing where there are none.
+    one had begun earns for its own tokens, and nothing where there are none. Nor does a chat without a word earn anything.
     """
     prompt_tokens = _prompt_tokens(job.payload)
     if prompt_tokens is None:
+        return Price(price=prices.FEE, reward=0)
+    if job.kind is Kind.CHAT and result.state is ResultState.OK and not result.text and not result.tokens:
         return Price(price=prices.FEE, reward=0)
     worth = _reward(job, prompt_tokens, result.tokens)
     reward = worth
@@ -28,7 +39,7 @@ def price_result(job: JobFacts, result: Result) -> Price:
 
 def _prompt_tokens(payload: dict[str, Any]) -> int | None:
     if "prompt_tokens" in payload:
-        return int(payload["prompt_tokens"])
+        return prices.believed_prompt(int(payload["prompt_tokens"]), estimated=bool(payload.get("estimated")))
     return prices.estimate_tokens(str(payload["prompt"])) if "prompt" in payload else None
 
 

@@ -10,15 +10,16 @@ from typing import Any
 from horde.admission.keys import hash_key
 from horde.db.database import Prepared, Transaction
 from horde.errors import HordeError, bad_request, forbidden, invalid_key, not_found
-from horde.kudos.prices import HUNDREDTHS, estimate_tokens
+from horde.kudos.prices import HUNDREDTHS
 from horde.lifecycle.fault import fault
-from horde.lifecycle.reject import Rejection, reject
+from horde.lifecycle.reject import reject
 from horde.lifecycle.release import release
 from horde.lifecycle.settle import Settlement
 from horde.lifecycle.store import Result, store
 from horde.lifecycle.words import CHARACTERS_KEPT_PER_TOKEN, FaultReason, ResultState, Verdict
 from horde.usecases.context import Context
-from horde.usecases.pricing import price_result
+from horde.usecases.counting import count_tokens
+from horde.usecases.pricing import pricing
 
 # The job first, then the key, then whose job it is: workers rely on that order of errors.
 FIND_JOB = Prepared("""
@@ -87,24 +88,24 @@ def submit(context: Context, api_key: str, submission: Submission) -> float:
 def _settle(
     tx: Transaction, context: Context, submission: Submission, result: Result | None, payload: dict[str, Any]
 ) -> Settlement:
-    job, key = submission.job_id, submission.idempotency_key
+    job, key, priced = submission.job_id, submission.idempotency_key, pricing(context)
     match submission.state:
         case "faulted":
-            return fault(tx, job, pricing=price_result, key=key)
+            return fault(tx, job, pricing=priced, key=key)
         case "released":
-            return release(tx, job, pricing=price_result, key=key)
+            return release(tx, job, pricing=priced, key=key)
         case "rejected":
             code = submission.error_code or ""
-            # Counted with the very tokenizer of the model, so that the prompt is known to fit.
+            # Counted with the very tokenizer of the model, so that the prompt is known to fit; and what else the order asks
+            # for was looked at before it was let in.
             counted = payload.get("estimated") is False
-            known = code == Rejection.CONTEXT_LENGTH_EXCEEDED and counted
-            return reject(tx, job, code, broker_knows_better=known, pricing=price_result, key=key)
+            return reject(tx, job, code, broker_knows_better=counted, pricing=priced, key=key)
         case _:
             assert result is not None
-            settlement = store(tx, job, result, pricing=price_result, terms=context.terms, key=key)
+            settlement = store(tx, job, result, pricing=priced, terms=context.terms, key=key)
             if settlement.verdict is not Verdict.CONTRADICTED:
                 return settlement
-            faulted = fault(tx, job, pricing=price_result, key=key, reason=FaultReason.CONTRADICTED)
+            faulted = fault(tx, job, pricing=priced, key=key, reason=FaultReason.CONTRADICTED)
             return dataclasses.replace(faulted, verdict=Verdict.CONTRADICTED)
 
 
@@ -125,17 +126,9 @@ def _result(submission: Submission, payload: dict[str, Any], tokens: int) -> Res
 
 
 def _count_tokens(context: Context, job: Any, submission: Submission) -> int:
-    """Tokens of a result, by its ids where they are what its text is made of; a worker's own count is never believed."""
     revision = job.tokenizer_revision
     tokenizer = context.tokenizers.load(context.database, revision) if revision else None
-    if tokenizer is None:
-        return estimate_tokens(submission.text)
-    ids, payload = submission.token_ids, job.payload
-    stop = payload.get("stop") or payload.get("stop_sequence") or []
-    prompt_ids = payload.get("prompt_token_ids") or []
-    if ids is not None and tokenizer.accounts_for(ids, submission.text, prompt_ids=prompt_ids, stop=stop):
-        return len(ids)
-    return tokenizer.count(submission.text)
+    return count_tokens(tokenizer, submission.text, submission.token_ids, job.payload)
 
 
 def _answer(submission: Submission, settlement: Settlement) -> float:

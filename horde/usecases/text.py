@@ -29,7 +29,7 @@ from horde.queue.estimate import is_possible
 from horde.queue.rank import rank_offset
 from horde.registry.workers import served_by_trusted
 from horde.usecases.context import Context
-from horde.usecases.pricing import price_result
+from horde.usecases.pricing import pricing
 from horde.usecases.request_status import RequestStatus, read_request, require_request
 
 __all__ = ["Accepted", "Generation", "TextOrder", "TextStatus", "cancel_text", "read_text_status", "request_text"]
@@ -133,7 +133,7 @@ def cancel_text(context: Context, request_id: uuid.UUID) -> TextStatus:
 
     def work(tx: Transaction) -> TextStatus:
         require_request(tx, request_id, Kind.TEXT)
-        cancel(tx, request_id, CancelReason.CLIENT, pricing=price_result)
+        cancel(tx, request_id, CancelReason.CLIENT, pricing=pricing(context))
         return _read(tx, request_id)
 
     return context.database.run(work)

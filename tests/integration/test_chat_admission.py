@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from horde.admission.chat import MOST_CHARACTERS_PER_TOKEN, USUAL_MOST_TOKENS
+from horde.db.tables.workers import CHAT_ONLINE_SECONDS
 from horde.errors import ErrorCode
 from horde.registry.chat_tokenizer import ChatTokenizer
+from horde.registry.revisions import Manifest, Published, publish_revision
 from horde.usecases.chat import order_chat
+from horde.usecases.models import find_model
+from horde.usecases.progress import post_progress
 from horde.usecases.workers import update_worker
 from tests.support import tiny_tokenizer
 from tests.support.broker import Broker, open_broker
@@ -43,6 +47,65 @@ def test_a_chat_is_pinned_to_the_revision_that_most_threads_serve(chats: ChatOrd
     assert (row.models, row.revision, row.needs_progress) == ([chats.model], chats.pinned(MANIFEST), True)
     chats.serve(OTHER, name="d", threads=2)
     assert chats.asked().revision == chats.pinned(OTHER)
+
+
+def test_a_stranger_does_not_draw_the_chats_of_a_model_to_itself(chats: ChatOrders) -> None:
+    stranger = chats.broker.user()
+
+    def swarm(manifest: Manifest) -> None:
+        for number in range(3):
+            fields: dict[str, Any] = {"name": f"stranger {number}", "threads": 50, "max_length": 4096}
+            chats.broker.pop(stranger.api_key, **chats.offer(manifest, **fields))
+
+    invented = dataclasses.replace(UNKNOWN, model_revision="invented", context_length=1 << 30, blocks=1 << 30)
+    swarm(invented)
+    # There is nobody else.
+    assert chats.asked().revision == chats.pinned(invented)
+    chats.serve(threads=1)
+    assert chats.asked().revision == chats.pinned()
+    assert chats.ask(model_revision="invented").estimated
+    # Nor with the tokenizer that everybody knows, or in the very revision with other numbers.
+    swarm(dataclasses.replace(OTHER, context_length=1 << 30))
+    assert chats.asked().revision == chats.pinned()
+    swarm(dataclasses.replace(MANIFEST, context_length=1 << 30, block_size=1 << 30))
+    row = chats.asked()
+    assert (row.revision, row.payload["blocks"]) == (chats.pinned(), math.ceil((TOKENS + 64) / MANIFEST.block_size))
+    assert chats.refusal(max_tokens=4096).code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert chats.refusal(max_tokens=4000).code is ErrorCode.UNSUPPORTED_PARAMETER
+
+
+def test_what_was_published_is_as_good_as_a_trusted_worker_and_bounds_who_serves_it(chats: ChatOrders) -> None:
+    first, second = chats.broker.user(), chats.broker.user()
+    chats.serve(OTHER, owner=first, name="other", threads=3)
+    chats.serve(MANIFEST, owner=second, name="published", threads=1)
+    assert chats.asked().revision == chats.pinned(OTHER)
+    with chats.broker.context.database.transaction() as tx:
+        # The name of a revision alone says nothing: with another tokenizer it is another one.
+        for manifest, tokenizer in ((OTHER, "t"), (MANIFEST, MANIFEST.tokenizer_revision)):
+            published = Published(chats.model, manifest.model_revision, tokenizer, 1000, 16, 1)
+            publish_revision(tx, chats.owner.id, published)
+    assert chats.asked().revision == chats.pinned(MANIFEST)
+    assert chats.longest(max_tokens=1000 - TOKENS) == 1000 - TOKENS
+    assert "1000 tokens" in chats.refusal(max_tokens=1001 - TOKENS).message
+    assert find_model(chats.broker.context, chats.client, chats.model).context_length == 1000
+
+
+def test_a_worker_that_has_not_been_heard_of_for_a_minute_is_not_waited_for(chats: ChatOrders) -> None:
+    worker = chats.serve()
+    for seconds, is_there in ((CHAT_ONLINE_SECONDS - 10, True), (CHAT_ONLINE_SECONDS + 1, False)):
+        with chats.broker.context.database.transaction() as tx:
+            tx.execute(
+                "UPDATE workers SET last_check_in = horde_now() - make_interval(secs => %(s)s) WHERE id = %(id)s",
+                {"id": worker, "s": seconds},
+            )
+        if is_there:
+            chats.ask()
+        else:
+            assert chats.refusal().code is ErrorCode.NO_CAPACITY
+    post_progress(chats.broker.context, chats.owner.api_key, chats.name(), [])
+    chats.ask()
+    post_progress(chats.broker.context, chats.owner.api_key, chats.name(), [], leaving=True)
+    assert chats.refusal().code is ErrorCode.NO_CAPACITY
 
 
 def test_one_tokenizer_with_two_templates_is_two_revisions(chats: ChatOrders) -> None:
@@ -109,9 +172,12 @@ def test_only_workers_that_may_take_it_count(chats: ChatOrders) -> None:
     def revision(**fields: Any) -> str:
         return str(chats.asked(**fields).revision)
 
-    assert revision() == chats.pinned(MANIFEST)
+    # A stranger is asked where nobody else may be.
+    assert revision() == chats.pinned(OTHER)
+    assert revision(worker_ids=[first]) == chats.pinned(MANIFEST)
     assert revision(worker_ids=[second]) == chats.pinned(OTHER)
-    assert revision(worker_ids=[first, second]) == chats.pinned(MANIFEST)
+    assert revision(worker_ids=[first, second]) == chats.pinned(OTHER)
+    assert revision(worker_ids=[second], worker_blacklist=True) == chats.pinned(MANIFEST)
     assert revision(worker_ids=[first], worker_blacklist=True) == chats.pinned(OTHER)
     assert revision(trusted_workers=True) == chats.pinned(OTHER)
     for fields in (
@@ -364,10 +430,10 @@ def test_an_answer_that_names_no_length_gets_what_fits(chats: ChatOrders) -> Non
     long = [{"role": "user", "content": "x" * (4096 - 100 - TOKENS + len("Hello"))}]
     assert chats.longest(max_tokens=None, messages=long) == 100
     error = chats.refusal(max_tokens=101, messages=long)
-    assert (error.code, error.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "messages")
+    assert (error.code, error.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "max_tokens")
     assert "4096" in error.message
     assert "4097" in error.message
-    prompt = chats.refusal(max_tokens=4096, messages=None, prompt="x")
+    prompt = chats.refusal(max_tokens=1, messages=None, prompt="x" * 4096)
     assert (prompt.code, prompt.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "prompt")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from horde.db.tables.workers import CHAT_ONLINE_SECONDS
 from horde.errors import HordeError
 from horde.lifecycle.enqueue import queue_keys
 from horde.lifecycle.words import Kind
@@ -373,7 +374,7 @@ def test_a_new_chat_waits_for_what_its_rank_puts_behind_and_all_who_serve_it(bro
     # Who takes no chats is no help, nor is who is away.
     broker.worker_id(key, "texts", max_length=10, models=["n"])
     assert wait_for(broker) == 500 / ASSUMED_SPEED / 5
-    broker.world.advance(301)
+    broker.world.advance(CHAT_ONLINE_SECONDS + 1)
     assert wait_for(broker) == 900
     assert wait_for(broker, model="unheard-of") == 0
 

@@ -138,7 +138,8 @@ def test_what_does_not_fit_the_context_is_a_400_with_both_numbers(
 ) -> None:
     status, error = refused(chat, order("x" * (prompt - AROUND), max_tokens=max_tokens))
     assert (status, error["type"]) == (400, "invalid_request_error")
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    param = "max_tokens" if prompt < CONTEXT else "messages"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert str(CONTEXT) in error["message"]
     assert str(prompt) in error["message"]
 

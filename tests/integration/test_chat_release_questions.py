@@ -261,10 +261,6 @@ def test_who_asks_too_often_is_told_when_to_ask_again(database_url: str) -> None
     assert "x-should-retry" not in answer.headers
 
 
-def refuse(chat: ChatBroker) -> None:
-    chat.worker.reject(chat.worker.take(), "unsupported_parameter")
-
-
 def fault_twice(chat: ChatBroker) -> None:
     for _ in range(2):
         chat.worker.fault(chat.worker.take())
@@ -279,7 +275,6 @@ def cancel(chat: ChatBroker) -> None:
 TERMINAL: list[tuple[ErrorCode, dict[str, Any], Callable[[ChatBroker], None] | None]] = [
     (ErrorCode.INVALID_REQUEST, {"temperature": 3}, None),
     (ErrorCode.UNSUPPORTED_PARAMETER, {"tools": [{"type": "function"}]}, None),
-    (ErrorCode.UNSUPPORTED_PARAMETER, {}, refuse),
     (ErrorCode.CONTEXT_LENGTH_EXCEEDED, {"max_tokens": 4096}, None),
     (ErrorCode.INVALID_API_KEY, {"extra_headers": {"Authorization": "Bearer nobody's"}}, None),
     (ErrorCode.MODEL_NOT_FOUND, {"model": "none"}, None),

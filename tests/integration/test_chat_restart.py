@@ -28,6 +28,7 @@ from horde.lifecycle.outages import beat
 from horde.lifecycle.words import Outcome
 from horde.maintenance.passes import run_pass
 from horde.streams import hub
+from tests.support import tiny_tokenizer
 from tests.support.chat import ChatBroker, chat_broker, price
 from tests.support.concurrency import eventually
 from tests.support.live_broker import LiveBroker, live_broker
@@ -67,6 +68,9 @@ class Two:
 def two_brokers(url: str, **settings: Any) -> Iterator[Two]:
     with live_broker(url, **settings) as there, chat_broker(url, **settings) as here:
         there.context.database.run(beat)
+        # Whoever ends a stream counts it by what it has at hand, so both have served this model before.
+        for context in (here.live.context, there.context):
+            assert context.tokenizers.load(context.database, tiny_tokenizer.manifest()["tokenizer_revision"])
         yield Two(here, there)
 
 

@@ -126,7 +126,7 @@ def test_each_refusal_is_an_exception_of_its_own(chat: ChatBroker) -> None:
         (openai.BadRequestError, "invalid_request", "temperature", client, {"temperature": 2.5}),
         (openai.BadRequestError, "invalid_request", "stop", client, {"stop": [""]}),
         (openai.BadRequestError, "unsupported_parameter", "tools", client, {"tools": [{"type": "function"}]}),
-        (openai.BadRequestError, "context_length_exceeded", "messages", client, {"max_tokens": 4096}),
+        (openai.BadRequestError, "context_length_exceeded", "max_tokens", client, {"max_tokens": 4096}),
         (openai.AuthenticationError, "invalid_api_key", None, chat.openai(key="nobody's"), {}),
         (openai.PermissionDeniedError, "insufficient_kudos", "max_tokens", poor, {"max_tokens": 2000}),
         (openai.NotFoundError, "model_not_found", "model", client, {"model": "none"}),

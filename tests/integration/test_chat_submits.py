@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import uuid
 import zlib
@@ -15,7 +16,8 @@ from horde.kudos.prices import HUNDREDTHS, most_per_text, text_reward
 from horde.lifecycle.words import Kind, Outcome
 from horde.maintenance.passes import run_pass
 from horde.registry.revisions import Manifest, revision_key
-from horde.registry.tokenizers import canonical_form, store_tokenizer
+from horde.registry.tokenizers import Tokenizers, canonical_form, store_tokenizer
+from horde.usecases.chat import cancel_chat
 from horde.usecases.pop import PoppedJob
 from horde.usecases.progress import Chunk, post_progress
 from tests.support import tiny_tokenizer
@@ -92,6 +94,12 @@ def post(broker: Broker, key: str, job: PoppedJob, text: str, *, after: str = ""
     ids = tiny_tokenizer.encode(text)
     chunk = Chunk(job.id, len(after), ids, text, len(after))
     (answer,) = post_progress(broker.context, key, f"worker of {key[:8]}", [chunk])
+    return answer.accepted
+
+
+def post_ids(broker: Broker, key: str, job: PoppedJob, ids: list[int], text: str) -> int:
+    """Post from the beginning whatever ids and text; how many tokens the broker has then."""
+    (answer,) = post_progress(broker.context, key, f"worker of {key[:8]}", [Chunk(job.id, 0, ids, text, 0)])
     return answer.accepted
 
 
@@ -178,7 +186,99 @@ def test_no_more_of_a_prompt_was_computed_before_than_it_has(broker: Broker, key
     assert stored(broker, request)["cached_tokens"] == len(PROMPT)
 
 
+# --- counts of what a cancel leaves
+
+
+@pytest.fixture
+def tokenizer(broker: Broker) -> None:
+    """The model's tokenizer at hand, as where one of its chats was admitted."""
+    assert broker.context.tokenizers.load(broker.context.database, MANIFEST.tokenizer_revision)
+
+
+CONTROL = [tiny_tokenizer.END] * 100
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "tokens"),
+    [
+        ("ж" * 30, tiny_tokenizer.encode("ж" * 30), 60),
+        ("", CONTROL, 0),
+        ("hello", [*tiny_tokenizer.encode("hello"), *CONTROL[5:]], 5),
+        ("hello", [1, 2, 3, 4, 5, 6, 7, 8], 5),
+        ("hello", [1], 1),
+    ],
+    ids=["what it is made of", "control tokens", "control tokens behind text", "junk", "fewer than the text"],
+)
+@pytest.mark.usefixtures("tokenizer")
+def test_what_is_left_by_a_cancel_counts_as_a_result_does(
+    broker: Broker, key: str, text: str, ids: list[int], tokens: int
+) -> None:
+    request = chat(broker)
+    post_ids(broker, key, take(broker, key), ids, text)
+
+    cancel_chat(broker.context, request)
+
+    result = stored(broker, request)
+    assert (result["tokens"], result["token_ids"], result["text"]) == (tokens, ids, text)
+    assert broker.world.status(request).charged == (
+        round(worth(max(20, tokens)) * HUNDREDTHS) + HUNDREDTHS if tokens else 0
+    )
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("", 0), ("eight of them and then some more", 8), ("abc", 1)])
+def test_a_cancel_waits_for_no_tokenizer(broker: Broker, key: str, text: str, tokens: int) -> None:
+    request = chat(broker)
+    post_ids(broker, key, take(broker, key), CONTROL, text)
+    broker.world.advance(31)
+    # As a process of maintenance alone, which has admitted nothing.
+    assert run_pass(dataclasses.replace(broker.context, tokenizers=Tokenizers())).cancelled == 1
+    assert stored(broker, request)["tokens"] == tokens
+
+
+@pytest.mark.usefixtures("tokenizer")
+def test_who_adds_nothing_but_ids_to_a_prefix_earns_nothing_at_a_cancel(broker: Broker, key: str) -> None:
+    request = chat(broker)
+    first, text = take(broker, key), "a" * 40
+    post(broker, key, first, text)
+    broker.submit(key, first.id, state="faulted")
+    other = broker.user(None, "trusted").api_key
+    post_ids(broker, other, take(broker, other), [*tiny_tokenizer.encode(text), *CONTROL[:50]], text)
+
+    cancel_chat(broker.context, request)
+
+    paid = broker.world.rows(
+        "SELECT tokens, reward FROM jobs WHERE request_id = %(id)s AND state = 'stored'", id=request
+    )
+    assert paid == [(40, 0)]
+
+
+@pytest.mark.usefixtures("tokenizer")
+def test_ids_that_are_no_tokens_are_not_taken(broker: Broker, key: str) -> None:
+    request = chat(broker)
+    job = take(broker, key)
+    assert post_ids(broker, key, job, [104, tiny_tokenizer.TURN_END + 1], "h") == 0
+    assert post(broker, key, job, "hello") == 5
+    assert post_ids(broker, key, job, [*tiny_tokenizer.encode("hello"), 99_999_999], "hello there") == 5
+    broker.submit(key, job.id, state="faulted")
+    assert take(broker, broker.user().api_key).prefix_token_ids == tiny_tokenizer.encode("hello")
+    assert broker.world.status(request).outcome is None
+
+
 # --- prices
+
+
+def test_a_chat_without_a_word_earns_nothing_and_costs_the_fee(broker: Broker, key: str) -> None:
+    request = chat(broker)
+    assert hand_in(broker, key, take(broker, key), "", token_ids=CONTROL) == 0
+    assert broker.world.status(request).charged == HUNDREDTHS
+
+
+def test_a_prompt_that_nobody_has_counted_earns_no_more_than_one_of_a_thousand_tokens(broker: Broker, key: str) -> None:
+    rewards = []
+    for prompt_tokens, estimated in ((1024, True), (250_000, True), (250_000, False)):
+        chat(broker, payload={"prompt_tokens": prompt_tokens, "estimated": estimated})
+        rewards.append(hand_in(broker, key, take(broker, key), "x" * 50))
+    assert rewards[0] == rewards[1] < rewards[2]
 
 
 def test_who_goes_on_with_a_stream_earns_for_its_own_tokens_and_the_client_pays_for_all(
@@ -221,6 +321,18 @@ def test_a_result_that_contradicts_the_stream_is_refused_and_its_job_faulted(bro
     assert take(broker, broker.user().api_key).prefix_text == "hello"
 
 
+@pytest.mark.parametrize("told", [None, []])
+def test_a_result_that_is_silent_about_the_ids_that_were_posted_contradicts_them(
+    broker: Broker, key: str, told: list[int] | None
+) -> None:
+    chat(broker)
+    job = take(broker, key)
+    post(broker, key, job, "hello")
+    with pytest.raises(HordeError) as refused:
+        hand_in(broker, key, job, "hello you", token_ids=told)
+    assert refused.value.rc == "ContradictsProgress"
+
+
 def test_a_polled_chat_has_sent_nobody_anything(broker: Broker, key: str) -> None:
     request = chat(broker, attached=False)
     job = take(broker, key)
@@ -237,10 +349,11 @@ def test_a_polled_chat_has_sent_nobody_anything(broker: Broker, key: str) -> Non
     [
         (False, "context_length_exceeded", None),
         (True, "context_length_exceeded", Outcome.REJECTED),
-        (False, "unsupported_parameter", Outcome.REJECTED),
+        (False, "unsupported_parameter", None),
+        (True, "unsupported_parameter", Outcome.REJECTED),
     ],
 )
-def test_a_worker_may_say_that_a_prompt_is_too_long_where_the_broker_has_not_counted_it(
+def test_a_worker_may_say_that_an_order_cannot_be_served_where_the_broker_has_not_counted_it(
     broker: Broker, key: str, estimated: bool, code: str, outcome: Outcome | None
 ) -> None:
     request = chat(broker, payload={"estimated": estimated})

@@ -282,6 +282,21 @@ def test_a_result_that_does_not_go_on_from_what_was_posted_changes_nothing(
     assert (again.verdict, again.reward) == (Verdict.REPEATED, 18), "what has settled is told what it was told before"
 
 
+def test_ids_that_were_posted_are_told_again_by_the_result(world: World, worker: Claimant) -> None:
+    job = world.claim_one(chat(world), worker)
+    world.post(job, [1], "a")
+    assert world.store(job, "ab").verdict is Verdict.CONTRADICTED
+    assert world.store(job, "ab", token_ids=[1, 2]).verdict is Verdict.SETTLED
+
+
+def test_a_cancel_counts_no_more_than_the_text_and_no_more_than_the_ids(world: World, worker: Claimant) -> None:
+    for ids, text, tokens in (([1, 2, 3], "a", 1), ([1], "abc", 1), ([1, 2], "", 0)):
+        request = chat(world)
+        world.post(world.claim_one(request, worker), ids, text)
+        world.cancel(request)
+        assert (world.status(request).results[0]["tokens"], world.status(request).charged) == (tokens, 10 * tokens)
+
+
 def test_what_was_posted_of_logprobs_stays_as_it_was(world: World, worker: Claimant) -> None:
     request = chat(world, payload={"logprobs": 1})
     job = world.claim_one(request, worker)

@@ -129,7 +129,9 @@ def test_a_post_that_has_begun_is_not_overtaken_by_the_end_of_its_job(world: Wor
     request, _, (job,) = streamed(world, 1)
 
     posted, stored = stage.in_order(
-        partial(world.post, job, [1], "a"), partial(world.store, job, "all of it"), after=progress.LOCK_JOBS
+        partial(world.post, job, [1], "a"),
+        partial(world.store, job, "all of it", token_ids=[1, 2]),
+        after=progress.LOCK_JOBS,
     )
 
     assert (posted.accepted, posted.stop) == (1, None)

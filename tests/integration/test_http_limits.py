@@ -11,7 +11,9 @@ import pytest
 import requests
 from flask import Flask
 
-from horde.api.limits import _anonymous, _by_key
+from horde.admission.chat import NO_CAPACITY_RETRY
+from horde.api.limits import LIMITS, Limit, _anonymous, _by_address, _by_key
+from tests.support.chat import chat_broker
 from tests.support.live_broker import ANONYMOUS, LiveBroker, live_broker
 from tests.support.redis import redis_server
 
@@ -57,6 +59,76 @@ def test_a_refusal_by_a_limit_is_json_and_says_when_to_come_back(broker: LiveBro
     assert int(refused.headers["Retry-After"]) >= 1
     assert (refused.headers["X-RateLimit-Limit"], refused.headers["X-RateLimit-Remaining"]) == ("10", "0")
     assert abs(int(refused.headers["X-RateLimit-Reset"]) - time.time()) < 5
+
+
+def test_an_answer_tells_of_the_limit_that_ends_first(broker: LiveBroker) -> None:
+    def told(answer: requests.Response) -> tuple[int, str, str]:
+        return answer.status_code, answer.headers["X-RateLimit-Limit"], answer.headers["X-RateLimit-Remaining"]
+
+    answers = burst(3, lambda _: broker.ask({"prompt": 5}))
+    assert [told(answer) for answer in answers] == [(400, "2", "1"), (400, "2", "0"), (429, "2", "0")]
+    assert answers[-1].headers["Retry-After"] in {"1", "2"}
+
+
+@pytest.mark.parametrize("short", ["2/second", "3/second"])
+def test_when_several_limits_bind_the_one_that_lasts_is_told(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, short: str
+) -> None:
+    monkeypatch.setitem(LIMITS, "text.ask", (Limit(short, _by_address), Limit("2/minute", _by_address)))
+    with live_broker(database_url, rate_limits="on") as broker:
+        second = burst(2, lambda _: broker.ask({"prompt": 5}))[-1]
+    assert (second.headers["X-RateLimit-Limit"], second.headers["X-RateLimit-Remaining"]) == ("2", "0")
+    assert int(second.headers["X-RateLimit-Reset"]) > time.time() + 5
+    assert "Retry-After" not in second.headers
+
+
+def test_only_who_has_to_wait_is_told_to_come_back(broker: LiveBroker) -> None:
+    owner, url = broker.user("Owner", "trusted").api_key, f"{broker.url}/v1/models/tiny"
+    bearer = {"Authorization": f"Bearer {owner}"}
+    answers = [
+        broker.call("GET", "find_user"),
+        broker.call("GET", f"generate/text/status/{uuid.uuid4()}"),
+        broker.ask({"prompt": 5}),
+        broker.call("GET", "find_user", key=owner),
+        broker.pop(owner),
+        broker.session.get(url, headers=bearer, timeout=30),
+        broker.session.get(f"{broker.url}/v1/models", headers=bearer, timeout=30),
+    ]
+    assert [answer.status_code for answer in answers] == [401, 404, 400, 200, 200, 404, 200]
+    for answer in answers:
+        assert "Retry-After" not in answer.headers, answer.url
+        assert int(answer.headers["X-RateLimit-Remaining"]) > 0, answer.url
+
+
+def test_a_rule_that_says_when_is_not_outdone_by_a_limit(database_url: str) -> None:
+    with chat_broker(database_url, rate_limits="on") as chat:
+        refused = chat.post(model_revision="another")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_capacity")
+    assert refused.headers["Retry-After"] == str(int(NO_CAPACITY_RETRY))
+    assert refused.headers["X-RateLimit-Limit"] == "20"
+
+
+def test_a_key_may_open_twenty_chats_a_second_and_the_anonymous_one_two(broker: LiveBroker) -> None:
+    def statuses(key: str, count: int) -> list[int]:
+        def call(_: int) -> requests.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            return broker.session.post(f"{broker.url}/v1/chat/completions", json={}, headers=headers, timeout=30)
+
+        return [answer.status_code for answer in burst(count, call)]
+
+    assert statuses("someone", 22) == [400] * 20 + [429] * 2
+    assert statuses(ANONYMOUS, 4) == [400] * 2 + [429] * 2
+
+
+@pytest.mark.parametrize("endpoint", ["openai_chat.complete", "openai_completions.complete"])
+def test_the_limits_of_v1_are_the_documented_ones(endpoint: str) -> None:
+    limits = LIMITS[endpoint]
+    with Flask("x").test_request_context("/", headers={"Authorization": "Bearer k"}):
+        applied = sorted(limit.amount for limit in limits if not (limit.unless and limit.unless()))
+    assert applied == ["1200/minute", "20/second", "40/second"]
+    with Flask("x").test_request_context("/", headers={"Authorization": f"Bearer {ANONYMOUS}"}):
+        applied = sorted(limit.amount for limit in limits if not (limit.unless and limit.unless()))
+    assert applied == ["1200/minute", "2/second", "40/second", "90/minute"]
 
 
 def test_no_header_makes_another_caller_of_the_same_one(broker: LiveBroker) -> None:

@@ -77,7 +77,7 @@ def test_expiry_of_an_attached_request_lets_its_jobs_run_on(streams: World) -> N
     assert streams.cancel_if_due(request, CancelReason.EXPIRED) is Cancelled.DONE
 
     assert streams.jobs(request)[0][1] == "processing"
-    assert streams.store(job, "ab and the rest").verdict is Verdict.SETTLED
+    assert streams.store(job, "ab and the rest", token_ids=[1, 2, 3]).verdict is Verdict.SETTLED
 
 
 def test_the_workers_own_submit_after_a_cancel_is_answered_once_with_the_reward(streams: World) -> None:

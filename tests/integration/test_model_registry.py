@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 import requests
 
-from horde.db.tables.workers import ONLINE_SECONDS
+from horde.db.tables.workers import CHAT_ONLINE_SECONDS
 from horde.errors import HordeError
 from horde.registry.models import ChatModel, is_known_model, list_chat_models, serving_chat
 from horde.registry.revisions import Manifest, revision_key
@@ -28,7 +28,7 @@ BODY = {
     "probe": {"prompt": "Hi", "token_ids": [1, 2], "output_token_ids": []},
 }
 SHOWN = {**BODY, "capabilities": ["json", "tools"]}
-MANIFEST = Manifest("r1", "t1", 2048, 16, 100, 23040, ("json",))
+MANIFEST = Manifest("r1", "t1", 2048, 16, 1000, 23040, ("json",))
 
 
 @pytest.fixture
@@ -238,8 +238,10 @@ def test_only_those_count_that_would_take_a_chat_for_the_model_now(broker: Broke
         assert serving(broker) == [], column
         set_column(broker, column, on)
         assert len(serving(broker)) == 1
-    broker.world.advance(ONLINE_SECONDS + 1)
-    assert serving(broker) == []
+    broker.world.advance(CHAT_ONLINE_SECONDS - 1)
+    assert len(serving(broker)) == len(listed(broker)) == 1
+    broker.world.advance(2)
+    assert serving(broker) == listed(broker) == []
     announce(broker, owner.api_key)
     set_column(broker, "maintenance", "true")
     assert serving(broker, user_id=other.id) == []
@@ -303,12 +305,32 @@ def test_models_are_listed_with_what_most_of_their_threads_serve(broker: Broker)
     assert listed(broker)[1].created == 1234567890
 
 
+def test_a_model_is_listed_as_an_order_for_it_is_held_to(broker: Broker) -> None:
+    trusted, stranger = broker.user(trusted=True).api_key, broker.user().api_key
+    absurd = replace(MANIFEST, model_revision="mine", context_length=1 << 30, blocks=1 << 30)
+
+    def context_length() -> int:
+        return next(model.context_length for model in listed(broker) if model.name == "m")
+
+    announce(broker, stranger, "stranger", {"m": absurd}, threads=50, max_context_length=1 << 20)
+    assert context_length() == 1 << 20
+    announce(broker, trusted, "trusted", {"m": MANIFEST}, max_context_length=1500)
+    assert context_length() == 1500
+    announce(broker, stranger, "stranger", {"m": MANIFEST}, threads=50, max_context_length=1 << 20)
+    assert context_length() == 1500
+    announce(broker, trusted, "trusted", {"m": replace(MANIFEST, blocks=10)})
+    assert context_length() == 160
+    with broker.context.database.transaction() as tx:
+        tx.execute("INSERT INTO model_revisions VALUES ('m', 'r1', 't1', 100, 1, 1, '{}', NULL, 1, horde_now())")
+    assert context_length() == 100
+
+
 def test_a_model_that_nobody_serves_now_is_another_answer_than_one_that_never_was(broker: Broker) -> None:
     client = broker.user().api_key
     announce(broker, broker.user().api_key)
     assert find_model(broker.context, client, "m").name == "m"
     assert [model.name for model in list_models(broker.context, client)] == ["m"]
-    broker.world.advance(ONLINE_SECONDS + 1)
+    broker.world.advance(CHAT_ONLINE_SECONDS + 1)
     assert list_models(broker.context, client) == []
     for name, key, status in (("m", client, 503), ("n", client, 404), ("\0", client, 404), ("m", "nobody's", 401)):
         with pytest.raises(HordeError) as refused:

@@ -109,7 +109,8 @@ def test_what_does_not_fit_the_context_is_a_400_with_both_numbers(
     chat: ChatBroker, prompt: int, max_tokens: int | None
 ) -> None:
     status, error = refusal(chat, "x" * (prompt - AROUND), max_tokens=max_tokens)
-    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    param = "max_tokens" if max_tokens is not None and prompt < CONTEXT else "messages"
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     assert str(CONTEXT) in error["message"]
     assert str(prompt) in error["message"]
     assert queued(chat) == 0

@@ -66,6 +66,55 @@ def pop_jobs(broker: LiveBroker, key: str, slots: int, **body: Any) -> list[str]
     return [job["id"] for job in broker.pop_job(key, slots=slots, progress=True, **body)["jobs"]]
 
 
+# --- a worker that stops
+
+
+def leave(
+    broker: LiveBroker, key: str | None, *jobs: Any, worker: str = "worker", leaving: Any = True
+) -> requests.Response:
+    body = {"worker": worker, "jobs": list(jobs), "leaving": leaving}
+    return broker.call("POST", "generate/progress", key=key, json=body)
+
+
+def online(broker: LiveBroker) -> list[str]:
+    return [worker["name"] for worker in broker.call("GET", "workers").json()]
+
+
+def test_a_worker_that_says_that_it_leaves_is_offline_until_its_next_pop(
+    broker: LiveBroker, key: str, world: World
+) -> None:
+    broker.request(params={"n": 2})
+    job, *_ = pop_jobs(broker, key, 1)
+    world.advance(4)
+    assert online(broker) == ["worker"]
+    assert leave(broker, key, alive(job), leaving=False).status_code == 200
+    assert online(broker) == ["worker"]
+    answer = leave(broker, key, alive(job))
+    # What it still holds is kept for it.
+    assert (answer.status_code, [kept["id"] for kept in answer.json()["jobs"]]) == (200, [job])
+    assert online(broker) == []
+    uptime = world.scalar("SELECT uptime FROM workers")
+    assert uptime == 4
+    world.advance(10)
+    # Nothing but a pop is counted against what its owner may have online.
+    for body in (leave(broker, key), post(broker, key)):
+        assert body.status_code == 200
+        assert online(broker) == []
+    broker.pop_job(key, progress=True)
+    assert online(broker) == ["worker"]
+    assert world.scalar("SELECT uptime FROM workers") == uptime
+
+
+def test_only_its_owner_says_that_a_worker_leaves(broker: LiveBroker, key: str) -> None:
+    broker.pop(key)
+    refused = leave(broker, broker.user("other").api_key)
+    assert (refused.status_code, refused.json()["rc"]) == (403, "WrongCredentials")
+    for value in ("yes", 1, None):
+        wrong = leave(broker, key, leaving=value)
+        assert (wrong.status_code, list(wrong.json()["errors"])) == (400, ["leaving"])
+    assert online(broker) == ["worker"]
+
+
 # --- pops over HTTP
 
 

@@ -178,7 +178,7 @@ class ChatBroker:
         dispatcher = self.live.server._dispatcher
         with dispatcher.lock:
             under_way = len(dispatcher.queue) + dispatcher.active_count
-        return int(under_way) - self.live.context.places._holders[("polls",)]
+        return int(under_way) - self.live.context.places.held_by(("polls",))
 
     def assert_nothing_left(self, *, within: float = 5) -> None:
         """No call, request, job, place or database connection is in use, or none is soon."""

@@ -35,14 +35,23 @@ from horde.lifecycle.words import CancelReason, Kind
 PRICE, REWARD = 740, 640
 
 
-def flat_price(_job: JobFacts, result: Result) -> Price:
-    """The same price for every result, so that sums are easy to check; nothing is earned with others' tokens alone."""
+def _flat(_job: JobFacts, result: Result) -> Price:
     return Price(PRICE, 0 if result.prefix_tokens and not result.own_tokens else REWARD)
 
 
-def price_by_tokens(_job: JobFacts, result: Result) -> Price:
-    """Ten hundredths a token; a worker gets nine of each of its own."""
+def _by_tokens(_job: JobFacts, result: Result) -> Price:
     return Price(10 * result.tokens, 9 * result.own_tokens)
+
+
+def _count_characters(_job: JobFacts, text: str, _token_ids: Sequence[int]) -> int:
+    return len(text)
+
+
+# The same price for every result, so that sums are easy to check; nothing is earned with others' tokens alone.
+flat_price = Pricing(_flat, _count_characters)
+
+# Ten hundredths a token; a worker gets nine of each of its own. What is posted has one character a token.
+price_by_tokens = Pricing(_by_tokens, _count_characters)
 
 
 @contextmanager

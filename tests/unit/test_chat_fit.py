@@ -16,35 +16,39 @@ from horde.admission.chat import (
     USUAL_MOST_TOKENS,
     ChatOrder,
     Prompt,
-    Target,
     context_needed,
     fit,
     projected_blocks,
     seeds_of,
 )
 from horde.errors import ErrorCode, HordeError
-from horde.registry.models import Serving
+from horde.registry.models import Serving, Target, best_target
 from horde.registry.revisions import Manifest
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 MANIFEST = Manifest("weights-1", "tokens-1", context_length=100, block_size=16, blocks=10_000, kv_bytes_per_token=1)
 
 
-def worker(context: int = 100, longest: int = 100, **manifest: Any) -> Serving:
+def worker(
+    context: int = 100, longest: int = 100, *, trusted: bool = True, published: int | None = None, **manifest: Any
+) -> Serving:
     announced: dict[str, Any] = {"context_length": context, **manifest}
     return Serving(
         uuid.uuid4(),
-        trusted=True,
+        owner_id=1,
+        trusted=trusted,
         threads=1,
         speed=None,
         max_length=longest,
         max_context_length=context,
         manifest=dataclasses.replace(MANIFEST, **announced),
+        published_context=published,
+        countable=True,
     )
 
 
 def target(*workers: Serving) -> Target:
-    return Target("m", MANIFEST, workers)
+    return Target("m", workers)
 
 
 def counted(tokens: int) -> Prompt:
@@ -150,7 +154,7 @@ def test_an_estimate_never_refuses_a_prompt_for_its_length(serving: Target, toke
 
 @given(lengths, lengths, st.integers(1, 64))
 def test_an_answer_of_full_length_takes_so_many_blocks_and_no_fewer(prompt: int, answer: int, size: int) -> None:
-    serving = Target("m", dataclasses.replace(MANIFEST, block_size=size), [worker()])
+    serving = target(worker(block_size=size))
     blocks = projected_blocks(counted(prompt), answer, serving)
     assert (blocks - 1) * size < prompt + answer <= blocks * size
 
@@ -170,7 +174,8 @@ def test_both_numbers_are_told_of_what_is_too_long(order: ChatOrder, said: Seque
     assert error.status == 400
     assert error.rc == "TokenOverflow"
     assert [words for words in said if words not in error.message] == []
-    assert error.param == "messages"
+    # The prompt alone would fit.
+    assert error.param == "max_tokens"
     assert fit(wants(30), counted(70), target(worker(100))) == 30
 
 
@@ -180,9 +185,69 @@ def test_a_prompt_that_fills_the_context_leaves_no_room_for_an_answer() -> None:
     assert fit(wants(), counted(99), target(worker(100))) == 1
 
 
-def test_a_completion_that_is_too_long_is_a_fault_of_its_prompt() -> None:
+@pytest.mark.parametrize(("tokens", "param"), [(99, "max_tokens"), (100, "prompt"), (101, "prompt")])
+def test_a_completion_is_a_fault_of_its_prompt_only_where_no_shorter_answer_would_do(tokens: int, param: str) -> None:
     order = ChatOrder(models=["m"], prompt="x", max_tokens=31)
-    assert refusal(order, counted(70), target(worker(100))).param == "prompt"
+    assert refusal(order, counted(tokens), target(worker(100))).param == param
+
+
+def test_strangers_do_not_say_how_long_what_a_trusted_worker_serves_may_be() -> None:
+    stranger = worker(2**31 - 1, 2**31 - 1, trusted=False, block_size=2**31 - 1, blocks=2**31 - 1)
+    assert target(stranger).context_length == 2**31 - 1
+    serving = target(stranger, worker(100, 50))
+    assert serving.context_length == 100
+    assert fit(wants(), counted(20), serving) == 50
+    assert refusal(wants(51), counted(20), serving).param == "max_tokens"
+    assert refusal(wants(), counted(100), serving).code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    # Nor of what blocks an answer takes.
+    assert projected_blocks(counted(20), 12, serving) == 2
+
+
+def test_what_was_published_bounds_all_who_serve_it() -> None:
+    assert target(worker(1000, trusted=False, published=100), worker(50, trusted=False)).context_length == 100
+    assert target(worker(1000, published=100)).context_length == 100
+    assert fit(wants(10), counted(90), target(worker(1000, published=100))) == 10
+    assert refusal(wants(11), counted(90), target(worker(1000, published=100))).param == "max_tokens"
+
+
+# --- which revision
+
+
+def offer(revision: str, threads: int = 1, **fields: Any) -> Serving:
+    values = {"owner_id": 1, "trusted": False, "countable": False, "published_context": None, **fields}
+    return dataclasses.replace(worker(model_revision=revision), threads=threads, **values)
+
+
+@pytest.mark.parametrize(
+    "worse",
+    [
+        [offer("b", 50, owner_id=2, countable=True), offer("b", 50, owner_id=3, countable=True)],
+        [offer("b", 50, trusted=True, owner_id=2)],
+        [offer("b", 50, trusted=True, countable=True, owner_id=2)],
+        [offer("b", 9, trusted=True, countable=True, owner_id=2), offer("b", 50, owner_id=3)],
+        [offer("b", 50, owner_id=2, countable=True, published_context=100) for _ in range(3)],
+    ],
+    ids=["strangers", "one that cannot be counted", "of fewer threads", "also with strangers", "of one owner's"],
+)
+@pytest.mark.parametrize("vouched", [{"trusted": True}, {"published_context": 100}], ids=["trusted", "published"])
+def test_a_chat_goes_to_what_somebody_answers_for_then_what_can_be_counted_then_the_most_threads(
+    worse: list[Serving], vouched: dict[str, Any]
+) -> None:
+    better = [offer("a", 15, countable=True, **vouched), offer("a", 15, owner_id=9, countable=True)]
+    for serving in ([*better, *worse], [*worse, *better]):
+        chosen = best_target("m", serving)
+        assert chosen is not None
+        assert {each.manifest.model_revision for each in chosen.serving} == {"a"}
+    alone = best_target("m", worse)
+    assert alone is not None
+    assert list(alone.serving) == worse
+
+
+def test_of_two_alike_it_is_always_the_same() -> None:
+    serving = [offer("a"), offer("b")]
+    assert best_target("m", serving) is not None
+    assert len({target.key for order in (serving, serving[::-1]) if (target := best_target("m", order))}) == 1
+    assert best_target("m", []) is None
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from horde.kudos.prices import (
 )
 from horde.lifecycle.rows import JobFacts
 from horde.lifecycle.store import Price, Result
-from horde.lifecycle.words import Kind
+from horde.lifecycle.words import Kind, ResultState
 from horde.usecases.pricing import price_result
 
 
@@ -143,6 +143,7 @@ def job(**changes: object) -> JobFacts:
         max_length=80,
         models=["a-7b"],
         payload={"prompt": "x" * 4096},
+        tokenizer_revision=None,
     )
     return dataclasses.replace(facts, **changes)  # type: ignore[arg-type]
 
@@ -158,6 +159,33 @@ def test_a_text_counts_for_twenty_tokens_at_least_and_for_what_was_ordered_at_mo
     assert price_result(job(), Result("", 21)).reward == 259
     assert price_result(job(), Result("", 81)) == price_result(job(), Result("", 80))
     assert price_result(job(max_length=16), Result("", 80)).reward == 197  # 16 x 7 / 125 x 2.2 = 1.9712
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "text", "tokens", "reward"),
+    [
+        (Kind.CHAT, ResultState.OK, "", 0, 0),
+        (Kind.CHAT, ResultState.OK, "a", 1, 246),
+        (Kind.CHAT, ResultState.CENSORED, "", 0, 246),
+        (Kind.TEXT, ResultState.OK, "", 0, 246),
+    ],
+)
+def test_a_chat_without_a_word_earns_nothing(
+    kind: Kind, state: ResultState, text: str, tokens: int, reward: int
+) -> None:
+    facts = job(kind=kind, payload={"prompt_tokens": 1024, "estimated": False})
+    assert price_result(facts, Result(text, tokens, state=state)) == Price(price=FEE + reward, reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "estimated", "reward"),
+    [(1023, True, 985), (1024, True, 986), (1025, True, 986), (250_000, True, 986), (4096, False, 2706)],
+)
+def test_a_prompt_that_was_not_counted_is_believed_up_to_a_thousand_tokens(
+    prompt_tokens: int, estimated: bool, reward: int
+) -> None:
+    facts = job(kind=Kind.CHAT, payload={"prompt_tokens": prompt_tokens, "estimated": estimated})
+    assert price_result(facts, Result("a text", 80)).reward == reward
 
 
 def test_an_image_costs_the_fee_alone() -> None:

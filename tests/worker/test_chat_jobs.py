@@ -145,6 +145,16 @@ def test_a_chat_that_cannot_run_is_rejected_with_its_code(broker, start, payload
     assert worker.status.snapshot().failed == 0
 
 
+@pytest.mark.parametrize("prompt", ["too long", "unfit"])
+def test_a_chat_that_another_worker_began_and_that_cannot_go_on_here_is_a_fault(broker, start, prompt):
+    start(chat=True)
+    broker.give_chat("c", prefix="ab", prompt_token_ids=None, messages=None, prompt=prompt)
+    broker.give_chat("next")
+    broker.wait_until(lambda: "c" in broker.settled)
+    assert broker.states()["c"] == "faulted"
+    assert "error_code" not in broker.settled["c"]
+
+
 @pytest.mark.parametrize(
     "payload",
     [

@@ -233,3 +233,43 @@ def test_a_drain_keeps_naming_what_still_runs(broker, start):
     broker.stop_job("a", "voided")
     assert worker.ended() is None
     assert "a" not in broker.settled
+
+
+def left(broker) -> list[bool]:
+    """Of each post: whether it says that the worker leaves."""
+    return [call.body.get("leaving", False) for call in broker.made(PROGRESS)]
+
+
+@pytest.mark.parametrize("stops", [1, 2])
+def test_the_last_that_a_worker_says_is_that_it_leaves(broker, start, stops):
+    worker = start()
+    broker.give("a")
+    worker.engine.wait_for("a", PATIENCE)
+    worker.stop()
+    if stops == 1:
+        worker.engine.writes("a")
+    else:
+        worker.stop()
+    assert worker.ended() is None
+    assert broker.states() == {"a": "ok" if stops == 1 else "released"}
+    assert left(broker)[-1]
+    assert left(broker).count(True) == 1
+    assert broker.calls[-1].body == {"worker": "w", "jobs": [], "leaving": True}
+
+
+def test_one_that_never_had_a_job_says_that_it_leaves_too(broker, start):
+    worker = start()
+    broker.wait_until(lambda: bool(broker.pops()))
+    worker.stop()
+    assert worker.ended() is None
+    assert left(broker) == [True]
+
+
+@pytest.mark.parametrize("fault", [Answer(503), Answer(404), Answer(403, {"rc": "WrongCredentials"}), Fault.RESET])
+def test_a_worker_ends_whatever_the_broker_says_to_that(broker, start, fault):
+    worker = start()
+    broker.wait_until(lambda: bool(broker.pops()))
+    broker.fail(PROGRESS, fault)
+    worker.stop()
+    assert worker.ended() is None
+    assert left(broker) == [True]

@@ -54,13 +54,14 @@ class JobProgress(Body):
 
 
 class ProgressPost(WorkerResult):
-    """What a worker posts: every job it holds, running or waiting in it."""
+    """What a worker posts: every job it holds, running or waiting in it. With `leaving` it is offline until its next pop."""
 
     # With twenty alternatives to each token there are many small lists.
     most_containers: ClassVar[int] = 100_000
 
     worker: str
     jobs: Annotated[list[JobProgress], at_most(MOST_JOBS)]
+    leaving: bool = False
 
 
 class JobAnswer(Answer):
@@ -107,7 +108,7 @@ def post(body: ProgressPost) -> Response:
         )
         for job in body.jobs
     ]
-    return answer(progress_body(post_progress(context(), required_key(), body.worker, chunks)))
+    return answer(progress_body(post_progress(context(), required_key(), body.worker, chunks, leaving=body.leaving)))
 
 
 def progress_body(answers: Sequence[Progressed]) -> dict[str, Any]:

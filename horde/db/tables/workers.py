@@ -12,6 +12,8 @@ from horde.db.tables.requests import KINDS
 
 # A worker is online while its last check-in is no older.
 ONLINE_SECONDS = 300
+# For chat it is so for less long: somebody watches, and such a worker pops or posts at least every half minute.
+CHAT_ONLINE_SECONDS = 60
 # Tokens per second below which a worker is slow; one that was never measured is not.
 SLOW_BELOW = 5.0
 

@@ -50,6 +50,11 @@ def description(app: APIFlask) -> dict[str, Any]:
     return found
 
 
+def test_the_description_tells_of_both_doors(description: dict[str, Any]) -> None:
+    said = description["info"]["description"]
+    assert [word for word in ("/v1", "/api/v2", "OpenAI", "chat", "stream", "text") if word not in said] == []
+
+
 def references(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):

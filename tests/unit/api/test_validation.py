@@ -71,6 +71,23 @@ def test_a_refusal_speaks_of_the_value_and_the_bound() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "null is not of type 'integer'"),
+        ("5", "the string is not of type 'integer'"),
+        ([5], "the array is not of type 'integer'"),
+        ({}, "the object is not of type 'integer'"),
+        (True, "true is not of type 'integer'"),
+        (5.5, "5.5 is not of type 'integer'"),
+    ],
+)
+def test_a_refusal_speaks_of_the_kind_of_value_in_the_words_of_json(value: Any, said: str) -> None:
+    assert refused(TextRequest, {"prompt": "x", "params": {"max_length": value}}) == {"params.max_length": said}
+    null = refused(TextRequest, {"prompt": "x", "deadline_seconds": None})
+    assert null == {"deadline_seconds": "null is not allowed here"}
+
+
 def test_a_refusal_repeats_no_text_of_the_user() -> None:
     errors = refused(TextRequest, {"prompt": ["my secret"], "params": {"temperature": "my secret"}, "models": [1]})
     assert "secret" not in str(errors)
