@@ -94,10 +94,6 @@ FAILURES = [
     ),
     Failure("a cancel", "cancelled", 409, "invalid_request_error", openai.ConflictError, "false", delete),
     Failure(
-        "a refusal of the worker", "unsupported_parameter", 400, "invalid_request_error", openai.BadRequestError, None,
-        lambda chat, job: chat.worker.reject(job, "unsupported_parameter"),
-    ),
-    Failure(
         "its deadline", "deadline_exceeded", 504, "server_error", openai.InternalServerError, "false",
         lambda chat, job: chat.worker.hear_stop(job), {"deadline_seconds": 1},
     ),
@@ -224,3 +220,27 @@ def test_where_the_tokenizer_is_not_known_a_worker_says_what_does_not_fit(
             id=job.id,
         )[0]
         assert (state, faulted) == ("rejected", 0)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_what_only_a_worker_can_know_it_may_refuse(guessing: ChatBroker, *, streamed: bool) -> None:
+    with guessing.of_one_test() as chat:
+        answer = chat.open("Hello", stream=streamed)
+        chat.worker.reject(chat.worker.take(), "unsupported_parameter")
+        if streamed:
+            error = chat.read(answer).error
+        else:
+            error = json.loads(answer.text())["error"]
+            assert answer.status == 400
+        assert error is not None
+        assert error["code"] == "unsupported_parameter"
+
+
+def test_what_the_broker_has_checked_itself_is_no_reason_to_refuse(chat: ChatBroker) -> None:
+    stream = chat.open("Hello")
+    chat.worker.reject(chat.worker.take(), "unsupported_parameter")
+    job = chat.worker.take()
+    chat.worker.say(job, "Hi")
+    chat.worker.finish(job, "stop")
+    told = chat.read(stream)
+    assert (told.text, told.finish_reason, told.done) == ("Hi", "stop", True)

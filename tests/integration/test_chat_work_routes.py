@@ -304,16 +304,20 @@ def test_a_result_without_a_reason_why_it_ends_is_refused(broker: LiveBroker, wo
 
 
 @pytest.mark.parametrize(
-    ("said", "state"),
+    ("said", "estimated", "state"),
     [
-        ({"state": "released"}, "released"),
-        ({"state": "faulted"}, "faulted"),
-        ({"state": "rejected", "error_code": "unsupported_parameter"}, "rejected"),
-        ({"state": "censored", "finish_reason": "stop"}, "stored"),
+        ({"state": "released"}, False, "released"),
+        ({"state": "faulted"}, False, "faulted"),
+        ({"state": "rejected", "error_code": "unsupported_parameter"}, True, "rejected"),
+        # Of what the broker has counted and checked it knows better.
+        ({"state": "rejected", "error_code": "unsupported_parameter"}, False, "faulted"),
+        ({"state": "censored", "finish_reason": "stop"}, False, "stored"),
     ],
 )
-def test_a_job_may_be_given_up(broker: LiveBroker, worker_key: str, said: dict[str, Any], state: str) -> None:
-    chat(broker)
+def test_a_job_may_be_given_up(
+    broker: LiveBroker, worker_key: str, said: dict[str, Any], estimated: bool, state: str
+) -> None:
+    chat(broker, payload={**PAYLOAD, "estimated": estimated})
     job = popped(broker, worker_key)
     body = {"id": job, "generation": "", **said}
     assert broker.call("POST", "generate/chat/submit", key=worker_key, json=body).status_code == 200
