@@ -167,7 +167,7 @@ def test_a_cancel_frees_the_sequences_and_blocks_of_the_engine(
     eventually(lambda: is_idle(engine), "the engine is idle")
     engine.engine.hold_after(15)
     if way == "deadline":
-        asked["deadline_seconds"] = 1
+        asked["deadline_seconds"] = 3
     answer = chat.open(stream="without" not in way, **asked)
     eventually(lambda: engine.engine.is_held, "the engine has made its tokens")
     figures = engine.engine.statistics()
