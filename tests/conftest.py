@@ -15,6 +15,10 @@ from horde.db.embedded import liveness
 from tests.support import needs
 from tests.support.postgres import NoServerError, Server, choose_source, open_directory
 
+# As `horde-worker` does before torch is imported: its threads would spin for cores that a broker beside them needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
 LEFT_OUT = pytest.StashKey[dict[str, list[str]]]()
 # A transaction open this long between two statements is stuck, not at work.
 STUCK_SECONDS = 2.0

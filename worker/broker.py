@@ -136,7 +136,7 @@ class BrokerClient:
             )
         raise TurnedAwayError(f"{message} ({rc or answer.status_code})")
 
-    def post_progress(self, body: dict[str, Any]) -> dict[str, Any]:
+    def post_progress(self, body: dict[str, Any], patience: float = _PROGRESS_SECONDS) -> dict[str, Any]:
         """Tell how far the jobs held are; the answer says which of them to stop.
 
         Raises:
@@ -254,7 +254,7 @@ class BrokerClient:
                 f"{self.url}/api/v2/{route}",
                 data=body,
                 headers=headers,
-                timeout=(_CONNECT_SECONDS, patience),
+                timeout=(min(_CONNECT_SECONDS, patience), patience),
                 allow_redirects=False,
                 stream=stream,
             )

@@ -146,7 +146,9 @@ class ProgressPoster(threading.Thread):
         try:
             while (held := self._next_post()) is not None:
                 self._post(held)
-            self._client.post_progress({"worker": self._worker_name, "jobs": [], "leaving": True})
+            self._client.post_progress(
+                {"worker": self._worker_name, "jobs": [], "leaving": True}, patience=self._pace.goodbye
+            )
         except BrokerUnavailableError as error:
             log.info("the broker was not told that this worker leaves: %s", error)
         except NoProgressRouteError as error:
