@@ -162,7 +162,7 @@ class Clients(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._failed: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -206,7 +206,7 @@ class Clients(threading.Thread):
                         self._read(key.data)
                     elif not self._work():
                         return
-        except BaseException as error:  # noqa: BLE001 raised at the end
+        except BaseException as error:  # noqa: BLE001 an exception in a thread is nobody's; it is raised at the end
             self._failed = error
 
     def _read(self, reading: Reading) -> None:
@@ -226,7 +226,7 @@ class Clients(threading.Thread):
         return True
 
     def _do(self, task: Callable[[], object] | None) -> None:
-        self._tasks.put(task)  # type: ignore[arg-type]
+        self._tasks.put(task)
         self._wake.send(b".")
 
 

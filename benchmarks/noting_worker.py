@@ -26,9 +26,9 @@ def main() -> None:
 def _note_posts(notes: TextIO) -> None:
     post = BrokerClient.post_progress
 
-    def noted(self: BrokerClient, body: dict[str, Any]) -> dict[str, Any]:
+    def noted(self: BrokerClient, body: dict[str, Any], **options: float) -> dict[str, Any]:
         handed_at = time.monotonic()
-        answer = post(self, body)
+        answer = post(self, body, **options)
         told = [job for job in body["jobs"] if job.get("token_ids")]
         if told:
             shown = {job["id"]: job["text_offset"] + len(job["text"]) for job in told}
@@ -38,6 +38,7 @@ def _note_posts(notes: TextIO) -> None:
             notes.flush()
         return answer
 
+    # The command makes its clients itself, and nothing else of them is to be different.
     BrokerClient.post_progress = noted  # type: ignore[method-assign]
 
 

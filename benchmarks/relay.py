@@ -112,12 +112,16 @@ def _measure(
     for reading in readings:
         if not reading.begun.wait(PATIENCE):
             raise RuntimeError(f"a stream has not begun: {reading.error or 'nothing came'}")
+    # Not an event but a stretch of time is wanted: the streams run, and what is counted lies between two clock readings.
     time.sleep(_WARM_UP)
     began, before = time.monotonic(), bench.cpu()
     time.sleep(seconds)
     ended, after = time.monotonic(), bench.cpu()
-    # The last pieces of the window are still on their way.
-    time.sleep(1)
+    # Pieces come in order: a client that has one from behind the window has all that were in it.
+    while time.monotonic() < ended + PATIENCE and not all(
+        each.finished or each.error or each.at[-1] > ended for each in readings
+    ):
+        time.sleep(FLUSH)
     check(readings)
     latencies, posted, tokens = _pieces(bench, readings, posts(), began, ended)
     for reading in readings:

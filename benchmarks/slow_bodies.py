@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from benchmarks.aside import aside
 from benchmarks.cycle import load
 from benchmarks.report import Report, median
 from benchmarks.server import make_users, open_broker, open_postgres
@@ -44,12 +44,8 @@ def run(report: Report, *, seconds: float, rounds: int, clients: int = SLOW_CLIE
 def _slow_clients(broker: str, key: str, count: int) -> Iterator[None]:
     """So many connections, each in the middle of a body that grows by a byte a second."""
     parts = urllib.parse.urlsplit(broker)
-    ready = threading.Event()
-    failed: list[BaseException] = []
-    loop = asyncio.new_event_loop()
-    ending = asyncio.Event()
 
-    async def one(connected: asyncio.Semaphore) -> None:
+    async def one(connected: asyncio.Semaphore, ending: asyncio.Event) -> None:
         async with connected:
             _, writer = await asyncio.open_connection(parts.hostname, parts.port)
             writer.write(HEAD.format(key=key).encode())
@@ -62,29 +58,13 @@ def _slow_clients(broker: str, key: str, count: int) -> Iterator[None]:
                     await asyncio.wait_for(ending.wait(), 1)
         writer.close()
 
-    async def everyone() -> None:
+    async def everyone(ending: asyncio.Event, ready: Callable[[], None]) -> None:
         connected = asyncio.Semaphore(50)
-        tasks = [asyncio.create_task(one(connected)) for _ in range(count)]
+        tasks = [asyncio.create_task(one(connected, ending)) for _ in range(count)]
         while connected.locked():
             await asyncio.wait(tasks, timeout=0.01)
-        ready.set()
+        ready()
         await asyncio.gather(*tasks)
 
-    def work() -> None:
-        try:
-            loop.run_until_complete(everyone())
-        except BaseException as error:  # noqa: BLE001 raised where the result is used
-            failed.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=work, name="slow-clients")
-    thread.start()
-    ready.wait()
-    try:
+    with aside(everyone, "slow-clients"):
         yield
-    finally:
-        loop.call_soon_threadsafe(ending.set)
-        thread.join()
-        loop.close()
-    if failed:
-        raise failed[0]

@@ -8,10 +8,11 @@ import json
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psycopg2
 
+from benchmarks.aside import aside
 from benchmarks.chat import PATIENCE, ChatBench, Clients, Reading, check, open_chat
 from benchmarks.cycle import load
 from benchmarks.load import Connection
@@ -96,19 +97,16 @@ def _streams(bench: ChatBench) -> Iterator[list[Reading]]:
 def _polls(bench: ChatBench, keys: list[str]) -> Iterator[None]:
     """All long polls, by workers that each ask again as soon as they are answered."""
     parts = urllib.parse.urlsplit(bench.broker.url)
-    failed: list[BaseException] = []
-    ready, asked = threading.Event(), 0
-    loop = asyncio.new_event_loop()
-    ending = asyncio.Event()
+    asked = 0
 
-    async def one(number: int) -> None:
+    async def one(number: int, ending: asyncio.Event, ready: Callable[[], None]) -> None:
         nonlocal asked
         connection = Connection(parts.hostname or "", parts.port or 80)
         try:
             await _ask(connection, parts.netloc, keys[number % OWNERS], number, wait=0)
             asked += 1
             if asked == POLLS:
-                ready.set()
+                ready()
             while not ending.is_set():
                 asking = asyncio.ensure_future(_ask(connection, parts.netloc, keys[number % OWNERS], number, wait=25))
                 stopping = asyncio.ensure_future(ending.wait())
@@ -122,27 +120,11 @@ def _polls(bench: ChatBench, keys: list[str]) -> Iterator[None]:
         finally:
             connection.close()
 
-    async def everyone() -> None:
-        await asyncio.gather(*(one(number) for number in range(POLLS)))
+    async def everyone(ending: asyncio.Event, ready: Callable[[], None]) -> None:
+        await asyncio.gather(*(one(number, ending, ready) for number in range(POLLS)))
 
-    def work() -> None:
-        try:
-            loop.run_until_complete(everyone())
-        except BaseException as error:  # noqa: BLE001 raised where the result is used
-            failed.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=work, name="polls")
-    thread.start()
-    ready.wait()
-    try:
+    with aside(everyone, "polls"):
         yield
-    finally:
-        loop.call_soon_threadsafe(ending.set)
-        thread.join()
-        loop.close()
-    if failed:
-        raise failed[0]
 
 
 async def _ask(connection: Connection, host: str, key: str, number: int, *, wait: float) -> str | None:
@@ -172,8 +154,9 @@ def _sampling(bench: ChatBench, sampled: list[tuple[int, int]]) -> Iterator[None
                         "SELECT count(*), count(*) FILTER (WHERE state <> 'idle') FROM pg_stat_activity "
                         "WHERE datname = current_database() AND application_name = 'horde'"
                     )
-                    sampled.append(cursor.fetchone())  # type: ignore[arg-type]
-        except BaseException as error:  # noqa: BLE001 raised where the result is used
+                    ((connected, busy),) = cursor.fetchall()
+                    sampled.append((connected, busy))
+        except BaseException as error:  # noqa: BLE001 an exception in a thread is nobody's; it is raised below
             failed.append(error)
 
     thread = threading.Thread(target=work, name="samples")

@@ -38,6 +38,7 @@ MOST_LARGE_BODIES = 16
 RETRY_AFTER = 10
 
 
+# waitress has no annotations: to a type checker whatever derives from it derives from anything, which the marks below admit.
 class BusyError(Error):  # type: ignore[misc]
     """Too many large bodies arrive at once."""
 

@@ -24,6 +24,14 @@ def running(server: Server) -> Iterator[ChatBroker]:
 
 
 @pytest.fixture
+def settled_chat(running: ChatBroker) -> Iterator[ChatBroker]:
+    """The same for tests that hang up and race: whatever they left open is closed, and the books are looked at after each."""
+    yield running
+    running.hang_up()
+    running.assert_sound()
+
+
+@pytest.fixture
 def chat(running: ChatBroker) -> Iterator[ChatBroker]:
     """That broker, for one test: afterwards nothing of the test's is left."""
     with running.of_one_test() as broker:

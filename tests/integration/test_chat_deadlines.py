@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from horde.kudos.prices import HUNDREDTHS, TEXT_TAX
 from horde.lifecycle.words import Outcome
 from tests.support.chat import ChatBroker, chat_broker, price
 from tests.support.concurrency import eventually
-from tests.support.postgres import Server
 from tests.support.sse import Stream
 
 # The shortest there is.
@@ -23,21 +21,9 @@ SECONDS = 1
 LATE = 2.0
 
 
-@pytest.fixture(scope="module")
-def opened(server: Server) -> Iterator[ChatBroker]:
-    url = server.create()
-    try:
-        with chat_broker(url) as broker:
-            yield broker
-    finally:
-        server.drop(url)
-
-
 @pytest.fixture
-def chat(opened: ChatBroker) -> Iterator[ChatBroker]:
-    yield opened
-    opened.hang_up()
-    opened.assert_sound()
+def chat(settled_chat: ChatBroker) -> ChatBroker:
+    return settled_chat
 
 
 def error_of(stream: Stream) -> dict[str, Any]:

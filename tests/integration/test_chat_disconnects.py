@@ -9,7 +9,7 @@ import datetime as dt
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle, islice, product
 
 import pytest
@@ -24,7 +24,6 @@ from horde.serving import WATERMARK_BYTES
 from tests.support.chat import ChatBroker, chat_broker, price
 from tests.support.concurrency import eventually
 from tests.support.played_output import PlayedJob
-from tests.support.postgres import Server
 from tests.support.sse import CutOffError, Stream
 
 IN_A_ROW = 200
@@ -32,21 +31,9 @@ IN_A_ROW = 200
 MOST_BEHIND = 256 << 10
 
 
-@pytest.fixture(scope="module")
-def opened(server: Server) -> Iterator[ChatBroker]:
-    url = server.create()
-    try:
-        with chat_broker(url) as broker:
-            yield broker
-    finally:
-        server.drop(url)
-
-
 @pytest.fixture
-def chat(opened: ChatBroker) -> Iterator[ChatBroker]:
-    yield opened
-    opened.hang_up()
-    opened.assert_sound()
+def chat(settled_chat: ChatBroker) -> ChatBroker:
+    return settled_chat
 
 
 # --- ways to hang up, each telling when it did

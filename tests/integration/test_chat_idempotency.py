@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
 from typing import Any
@@ -20,28 +19,15 @@ from horde.lifecycle.words import Outcome
 from tests.support.chat import COMPLETIONS, ChatBroker, chat_broker
 from tests.support.concurrency import DEADLINE, eventually
 from tests.support.played_output import PlayedJob
-from tests.support.postgres import Server
 from tests.support.sse import Stream
 
 ROUNDS = 40
 _numbers = count()
 
 
-@pytest.fixture(scope="module")
-def opened(server: Server) -> Iterator[ChatBroker]:
-    url = server.create()
-    try:
-        with chat_broker(url) as broker:
-            yield broker
-    finally:
-        server.drop(url)
-
-
 @pytest.fixture
-def chat(opened: ChatBroker) -> Iterator[ChatBroker]:
-    yield opened
-    opened.hang_up()
-    opened.assert_sound()
+def chat(settled_chat: ChatBroker) -> ChatBroker:
+    return settled_chat
 
 
 @pytest.fixture

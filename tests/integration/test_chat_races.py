@@ -80,7 +80,7 @@ class Edge:
 
 
 @pytest.fixture(scope="module")
-def opened(server: Server) -> Iterator[ChatBroker]:
+def running(server: Server) -> Iterator[ChatBroker]:
     url = server.create()
     try:
         # A worker that gives up as often as here would be paused.
@@ -91,10 +91,8 @@ def opened(server: Server) -> Iterator[ChatBroker]:
 
 
 @pytest.fixture
-def chat(opened: ChatBroker) -> Iterator[ChatBroker]:
-    yield opened
-    opened.hang_up()
-    opened.assert_sound()
+def chat(settled_chat: ChatBroker) -> ChatBroker:
+    return settled_chat
 
 
 @pytest.fixture
