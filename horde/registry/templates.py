@@ -18,7 +18,7 @@ from jinja2.exceptions import SecurityError
 from horde.registry.template_guards import Budget, ExhaustedError, budget_of_this, made
 from horde.registry.template_sandbox import RefusedError, environment
 
-LONGEST_TEMPLATE = 256 << 10
+LONGEST_TEMPLATE = 64 << 10
 # Of this thread's own time: a busy machine makes no template slow.
 MOST_SECONDS = 2.0
 LONGEST_MESSAGE = 200

@@ -370,8 +370,8 @@ BOMBS = {
     "a number of many digits": "{{ ('9' * 4000000)|int(base=16) }}",
     "long numbers": "{% set ns = namespace(x=10**60) %}{% for i in range(30) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x // 7 > 1 }}",
     "compared, without a loop": "{% set r = range(100000)|list %}{% set q = range(100000)|list %}"
-    + "{% if r == q %}{% endif %}" * 9000,
-    "passed over, without a loop": "{% set r = [1] * 250000 %}" + "{% for i in r if false %}{% endfor %}" * 2000,
+    + "{% if r == q %}{% endif %}" * 2400,
+    "passed over, without a loop": "{% set r = [1] * 250000 %}" + "{% for i in r if false %}{% endfor %}" * 1700,
 }
 # Each of them alone: how it ended, and how long it took.
 DROP = """
