@@ -343,8 +343,15 @@ class Model:
             job.posted = held = offset + count
         return held, None
 
-    def stay_attached(self, request_id: uuid.UUID) -> bool:
-        """A client still waits on its connection; whether there is anything left to wait for."""
+    def stay_attached(self, request_id: uuid.UUID) -> None:
+        """A client still waits on its connection; what runs for it has not expired."""
+        if self._hold(request_id):
+            request = self.requests[request_id]
+            if request.count("processing"):
+                request.until(self.now + PROGRESS_LEASE + AFTER_LEASE)
+
+    def _hold(self, request_id: uuid.UUID) -> bool:
+        """Move the attachment's end ahead; whether there is anything left to wait for."""
         request = self.requests.get(request_id)
         if request is None or request.outcome is not None or request.attached_until is None:
             return False
@@ -353,7 +360,7 @@ class Model:
 
     def join(self, request_id: uuid.UUID) -> bool:
         """One client more waits."""
-        if not self.stay_attached(request_id):
+        if not self._hold(request_id):
             return False
         self.requests[request_id].attached_by += 1
         return True
