@@ -218,7 +218,7 @@ def test_a_stale_attempt_never_touches_the_next_one(world: World, same_worker: b
 
     assert world.scalar("SELECT lease_end FROM jobs WHERE id = %(job)s", job=fresh) == lease
     assert world.rows("SELECT text FROM progress WHERE job_id = %(job)s", job=fresh) == [("abc",)]
-    assert world.store(fresh, "abcd").outcome is Outcome.COMPLETED
+    assert world.store(fresh, "abcd", tokens=4, token_ids=[1, 2, 3, 4]).outcome is Outcome.COMPLETED
     status = world.status(request)
     assert ([result["text"] for result in status.results], status.charged) == (["abcd"], PRICE)
 

@@ -191,7 +191,9 @@ def test_a_reader_that_goes_away_ends_it_without_a_word(tiny_directory):
 
 
 def test_ctrl_c_keeps_what_was_written_and_exits_as_interrupted(tmp_path, patient_model):
-    command = [sys.executable, "-c", "from worker.cli import main; main()", "generate", "--model", str(patient_model),
+    # A shell gives what it starts with `&` an ignored SIGINT, and pytest would pass it on.
+    program = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {PROGRAM}"
+    command = [sys.executable, "-c", program, "generate", "--model", str(patient_model),
                "--device", "cpu", "--engine", "reference", "--max-new-tokens", "60000", "--log-level", "error",
                "The sea"]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
