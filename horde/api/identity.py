@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 
+import orjson
 from flask import request
+from pydantic import BaseModel
 
 from horde.api.errors import InvalidInputError
 from horde.errors import HordeError, invalid_key, not_found
@@ -56,6 +59,12 @@ def idempotency_key() -> str | None:
     if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
         raise InvalidInputError({"Idempotency-Key": "has to be 1 to 255 visible ASCII characters"})
     return key
+
+
+def body_hash(body: BaseModel, *, without: frozenset[str] = frozenset()) -> str:
+    """Equal for bodies that ask for the same, however they are spelled; `without` fields that say only how to tell it."""
+    asked = body.model_dump(mode="json", include=set(type(body).model_fields) - without)
+    return hashlib.sha256(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def read_id(text: str) -> uuid.UUID | None:

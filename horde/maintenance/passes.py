@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,7 +22,7 @@ from horde.lifecycle.retention import BATCH, delete_old
 from horde.lifecycle.settle import Settlement
 from horde.lifecycle.words import CancelReason, Verdict
 from horde.usecases.context import Context
-from horde.usecases.pricing import pricing
+from horde.usecases.pricing import ready_to_price
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def _settle(
     for job_id in due.pages(context.database, statement):
         if not may_go_on():
             break
-        settlement = _one(context, functools.partial(transition, job_id=job_id, pricing=pricing(context)))
+        settlement = _one(functools.partial(_settled, context, job_id, transition, job_id=job_id))
         if settlement is not None and settlement.verdict is Verdict.SETTLED:
             count += 1
             context.wakeups.announce(settlement.waits_for)
@@ -92,8 +93,10 @@ def _cancel(context: Context, statement: str, reason: CancelReason, may_go_on: C
     for request_id in due.pages(context.database, statement):
         if not may_go_on():
             break
-        work = functools.partial(cancel_if_due, request_id=request_id, reason=reason, pricing=pricing(context))
-        if _one(context, work) is Cancelled.DONE:
+        cancelled = functools.partial(
+            _settled, context, request_id, cancel_if_due, request_id=request_id, reason=reason
+        )
+        if _one(cancelled) is Cancelled.DONE:
             count += 1
             context.streams.announce([request_id])
     return count
@@ -102,17 +105,23 @@ def _cancel(context: Context, statement: str, reason: CancelReason, may_go_on: C
 def _delete(context: Context, may_go_on: Callable[[], bool]) -> int:
     count = 0
     while may_go_on():
-        deleted = _one(context, lambda tx: delete_old(tx, context.terms)) or 0
+        deleted = _one(lambda: context.database.run(lambda tx: delete_old(tx, context.terms))) or 0
         count += deleted
         if deleted < BATCH:
             break
     return count
 
 
-def _one(context: Context, work: Callable[..., T]) -> T | None:
-    """One short transaction; a row that fails is logged and does not keep the rest waiting."""
+def _settled(context: Context, some_id: uuid.UUID, transition: Callable[..., T], **arguments: object) -> T:
+    """One short transaction, in which what was posted may have to be counted."""
+    priced = ready_to_price(context, some_id)
+    return context.database.run(lambda tx: transition(tx, pricing=priced, **arguments))
+
+
+def _one(step: Callable[[], T]) -> T | None:
+    """One step; a row that fails is logged and does not keep the rest waiting."""
     try:
-        return context.database.run(work)
+        return step()
     except (HordeError, DBAPIError) as error:
         # The type only: what PostgreSQL says of a refused row may hold somebody's prompt.
         log.warning("maintenance.step_failed", error=type(error).__name__)

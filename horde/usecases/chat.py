@@ -15,7 +15,7 @@ from horde.registry.chat_tokenizer import ChatTokenizer
 from horde.usecases.chat_admission import admit_chat
 from horde.usecases.chat_stream import TokenLogprob, finish_reason, show_logprobs
 from horde.usecases.context import Context
-from horde.usecases.pricing import pricing
+from horde.usecases.pricing import ready_to_price
 from horde.usecases.request_status import RequestStatus, read_request, require_request
 
 __all__ = ["AcceptedChat", "ChatGeneration", "ChatOrder", "ChatStatus", "cancel_chat", "order_chat", "read_chat_status"]
@@ -78,10 +78,11 @@ def read_chat_status(context: Context, request_id: uuid.UUID) -> ChatStatus:
 
 def cancel_chat(context: Context, request_id: uuid.UUID) -> ChatStatus:
     """Cancel for the client, and the status as it is then; a second time changes nothing."""
+    priced = ready_to_price(context, request_id)
 
     def work(tx: Transaction) -> tuple[Status, dict[str, Any]]:
         require_request(tx, request_id, Kind.CHAT)
-        cancel(tx, request_id, CancelReason.CLIENT, pricing=pricing(context))
+        cancel(tx, request_id, CancelReason.CLIENT, pricing=priced)
         return read_request(tx, request_id, Kind.CHAT)
 
     status, fields = context.database.run(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,29 @@ from horde.lifecycle.words import Kind, ResultState
 from horde.usecases.context import Context
 from horde.usecases.counting import count_posted
 
+RUNNING_REVISIONS = """
+SELECT DISTINCT tokenizer_revision FROM jobs
+WHERE request_id IN (%(id)s, (SELECT request_id FROM jobs WHERE id = %(id)s))
+  AND state = 'processing' AND tokenizer_revision IS NOT NULL
+"""
+
 
 def pricing(context: Context) -> Pricing:
     """How results are priced, and what a cancel leaves of a stream is counted."""
     return Pricing(price_result, partial(count_posted, context.tokenizers))
+
+
+def ready_to_price(context: Context, some_id: uuid.UUID) -> Pricing:
+    """The same, once this process has at hand what the output of a running request is counted with: whoever ends it need not
+    be who let it in. Before the transaction, for loading takes its time.
+
+    Args:
+        some_id: of the request, or of one of its jobs.
+    """
+    rows = context.database.read(lambda tx: tx.execute(RUNNING_REVISIONS, {"id": some_id}).scalars())
+    for revision in rows:
+        context.tokenizers.load(context.database, revision)
+    return pricing(context)
 
 
 def price_result(job: JobFacts, result: Result) -> Price:

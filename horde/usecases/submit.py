@@ -75,9 +75,14 @@ def submit(context: Context, api_key: str, submission: Submission) -> float:
         raise forbidden("wrong credentials: this job was given to another user's worker.", rc="WrongCredentials")
     kept = submission.text[: CHARACTERS_KEPT_PER_TOKEN * job.max_length]
     submission = dataclasses.replace(submission, text=kept)
-    # Counted before the transaction: a tokenizer takes its time, and the request must not be locked meanwhile.
-    stores = submission.state in set(ResultState)
-    result = _result(submission, job.payload, _count_tokens(context, job, submission)) if stores else None
+    # Loaded and counted before the transaction: a tokenizer takes its time, and the request must not be locked meanwhile.
+    # Whatever is said of this job may end the request, and what was posted of its others is counted then.
+    revision = job.tokenizer_revision
+    tokenizer = context.tokenizers.load(context.database, revision) if revision else None
+    result = None
+    if submission.state in set(ResultState):
+        tokens = count_tokens(tokenizer, submission.text, submission.token_ids, job.payload)
+        result = _result(submission, job.payload, tokens)
     settlement = context.database.run(lambda tx: _settle(tx, context, submission, result, job.payload))
     context.wakeups.announce(settlement.waits_for)
     if settlement.attached and settlement.request_id is not None:
@@ -123,12 +128,6 @@ def _result(submission: Submission, payload: dict[str, Any], tokens: int) -> Res
         logprobs=submission.logprobs,
         cached_tokens=None if cached is None else min(cached, payload.get("prompt_tokens", 0)),
     )
-
-
-def _count_tokens(context: Context, job: Any, submission: Submission) -> int:
-    revision = job.tokenizer_revision
-    tokenizer = context.tokenizers.load(context.database, revision) if revision else None
-    return count_tokens(tokenizer, submission.text, submission.token_ids, job.payload)
 
 
 def _answer(submission: Submission, settlement: Settlement) -> float:

@@ -183,6 +183,19 @@ def is_left_by_one(two: Two, stream: Stream) -> bool:
     return bool(two.here.world.scalar(attached, id=uuid.UUID(stream.id)) == 1)
 
 
+def test_what_a_delete_ends_costs_the_same_at_a_broker_that_has_not_seen_it_before(database_url: str) -> None:
+    with two_brokers(database_url) as two:
+        stream = two.here.open()
+        job, _ = begin(two.here, stream)
+        two.here.worker.write(job, 20)
+        assert two.there.call("DELETE", f"generate/chat/status/{stream.id}").status_code == 200
+        status = two.here.world.status(uuid.UUID(stream.id))
+        assert status.results[0]["token_ids"] == job.token_ids
+        assert status.charged == TEXT_TAX + price(40, job.payload["prompt_tokens"]).price
+        two.here.hang_up()
+        two.here.assert_sound()
+
+
 # --- a broker that shuts down
 
 

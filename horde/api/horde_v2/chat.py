@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import orjson
 from apiflask import APIBlueprint
 from flask import Response
 
@@ -20,7 +18,7 @@ from horde.api.horde_v2.chat_answers import (
     chat_status_body,
 )
 from horde.api.horde_v2.chat_bodies import ChatParams, ChatRequest
-from horde.api.identity import client_agent, idempotency_key, request_id_or_404, required_key
+from horde.api.identity import body_hash, client_agent, idempotency_key, request_id_or_404, required_key
 from horde.errors import HordeError
 from horde.usecases.chat import ChatOrder, cancel_chat, order_chat, read_chat_status
 
@@ -103,7 +101,7 @@ def _order(body: ChatRequest) -> ChatOrder:
         client_agent=client_agent(),
         address=client_address(),
         idempotency_key=key,
-        body_hash=_hash(body) if key else "",
+        body_hash=body_hash(body) if key else "",
         route="chat/async",
     )
 
@@ -115,8 +113,3 @@ def _placed(error: HordeError) -> HordeError:
         f"params.{name}" if name in known else name: said for name, said in error.errors.items()
     }
     return error
-
-
-def _hash(body: ChatRequest) -> str:
-    """Equal for bodies that ask for the same, however they are spelled."""
-    return hashlib.sha256(orjson.dumps(body.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()

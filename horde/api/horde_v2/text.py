@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import cast
 
-import orjson
 from apiflask import APIBlueprint
 from flask import Response
 
@@ -29,7 +27,7 @@ from horde.api.horde_v2.text_bodies import (
     TextSubmit,
 )
 from horde.api.horde_v2.work import popped_for, submission_of
-from horde.api.identity import client_agent, idempotency_key, request_id_or_404, required_key
+from horde.api.identity import body_hash, client_agent, idempotency_key, request_id_or_404, required_key
 from horde.errors import ErrorCode, HordeError, not_found
 from horde.usecases.submit import submit as submit_result
 from horde.usecases.text import TextOrder, cancel_text, read_text_status, request_text
@@ -140,13 +138,8 @@ def _order(body: TextRequest) -> TextOrder:
         client_agent=client_agent(),
         address=client_address(),
         idempotency_key=key,
-        body_hash=_hash(body) if key else "",
+        body_hash=body_hash(body) if key else "",
     )
-
-
-def _hash(body: TextRequest) -> str:
-    """Equal for bodies that ask for the same, however they are spelled."""
-    return hashlib.sha256(orjson.dumps(body.model_dump(mode="json"), option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _refuse_unsupported(body: TextRequest) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import orjson
 from flask import request
 
 from horde.api.address import client_address
-from horde.api.identity import client_agent, idempotency_key
+from horde.api.identity import body_hash, client_agent, idempotency_key
 from horde.api.openai_v1.bodies import ChatCompletionRequest, CompletionRequest, Order
 from horde.usecases.chat import ChatOrder
 
@@ -54,7 +52,7 @@ def _order(body: Order, **of_its_kind: Any) -> ChatOrder:
         client_agent=client_agent(),
         address=client_address(),
         idempotency_key=key,
-        body_hash=_hash(body) if key else "",
+        body_hash=body_hash(body, without=_DELIVERY) if key else "",
         route=request.path.lstrip("/"),
         **of_its_kind,
     )
@@ -63,9 +61,3 @@ def _order(body: Order, **of_its_kind: Any) -> ChatOrder:
 def _sampling(body: Order) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in _SAMPLING}
     return {name: value for name, value in given.items() if value not in (None, {})}
-
-
-def _hash(body: Order) -> str:
-    """Equal for bodies that ask for the same, however they are spelled."""
-    asked = body.model_dump(mode="json", include=set(type(body).model_fields) - _DELIVERY)
-    return hashlib.sha256(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS)).hexdigest()
