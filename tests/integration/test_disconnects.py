@@ -15,7 +15,8 @@ from flask import Flask, Response
 from horde import serving
 from horde.api import connections
 from horde.api.undelivered import if_gone
-from tests.support.bare_server import PATIENCE, BareServer, bare_server, eventually
+from tests.support.bare_server import PATIENCE, BareServer, bare_server
+from tests.support.concurrency import eventually
 
 WAIT = b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n"
 BRIEF = b"GET /brief HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -6,8 +6,7 @@ import json
 import socket
 import struct
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import horde.api.horde_v2.text
 from horde.api import connections
 from horde.api.connections import Channel
+from tests.support.concurrency import eventually
 from tests.support.live_broker import LiveBroker, live_broker
 
 LIMIT = 24
@@ -33,14 +33,6 @@ def broker(database_url: str) -> Iterator[LiveBroker]:
 @pytest.fixture
 def worker_key(broker: LiveBroker) -> str:
     return broker.user("Owner").api_key
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for something that announces itself to nobody."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def open_channels(broker: LiveBroker) -> list[Channel]:

@@ -8,7 +8,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from horde.app import create_app
 from horde.queue.candidates import claim_first
 from horde.serving import serve
 from horde.settings import Settings
+from tests.support.concurrency import eventually
 from tests.support.live_broker import ANONYMOUS, LiveBroker, live_broker
 
 SLOW_CLIENTS = 400
@@ -178,14 +179,6 @@ def waiting_poll(broker: LiveBroker, key: str) -> socket.socket:
 
 def until_waiting(broker: LiveBroker, count: int) -> None:
     eventually(lambda: broker.context.places.taken == count)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for something that announces itself to nobody."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("abruptly", [False, True])

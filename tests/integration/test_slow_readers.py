@@ -18,7 +18,8 @@ from horde.api import connections
 from horde.api.connections import Channel
 from horde.api.undelivered import if_gone
 from horde.serving import WATERMARK_BYTES
-from tests.support.bare_server import PATIENCE, BareServer, bare_server, eventually
+from tests.support.bare_server import PATIENCE, BareServer, bare_server
+from tests.support.concurrency import eventually
 
 MOST_BEHIND = 256 << 10
 PIECE = 2048

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,14 +57,6 @@ class BareServer:
     def threads_at_work(self) -> int:
         """Threads that answer a request."""
         return int(self.server._dispatcher.active_count)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for something that announces itself to nobody."""
-    deadline = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextmanager

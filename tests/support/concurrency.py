@@ -236,12 +236,15 @@ class Stage:
         return leading.result(), following.result()
 
 
-def eventually(condition: Callable[[], bool], what: str, *, within: float = DEADLINE) -> None:
+def eventually(condition: Callable[[], bool], what: str = "it holds", *, within: float = DEADLINE) -> None:
     """Ask again and again until a condition holds that something else brings about; fails with `what` after `within` s."""
-    give_up = time.monotonic() + within
+    give_up, pause = time.monotonic() + within, 0.001
     while not condition():
         if time.monotonic() > give_up:
             raise DidNotHappen(f"not within {within:.0f} s: {what}")
+        # Whoever brings it about may be a thread here: one that only asks keeps the interpreter from it, 5 ms each time.
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
 
 
 def together(*works: Callable[[], Any], within: float = DEADLINE) -> list[Any]:
