@@ -88,6 +88,15 @@ def ask(chat: ChatBroker, number: int, **fields: Any) -> Stream:
     return chat.open(f"Tell me story {number} of the sea.", **{**options, **fields})
 
 
+def begin(chat: ChatBroker, worker: EngineWorker, orders: list[dict[str, Any]], tokens: int) -> list[Stream]:
+    """Streams that the worker has all of before it makes the first of so many tokens, so that none is far ahead of another."""
+    worker.engine.hold_after(0)
+    streams = [ask(chat, number, **fields) for number, fields in enumerate(orders)]
+    eventually(lambda: worker.engine.running == len(streams), "it has them all", within=PATIENCE)
+    worker.engine.hold_after(tokens)
+    return streams
+
+
 def answers(chat: ChatBroker, streams: list[Stream]) -> list[Answer]:
     """All of these, read to their end."""
     return [answer(chat, stream) for stream in streams]
@@ -145,8 +154,7 @@ def test_what_another_worker_goes_on_with_is_what_the_first_would_have_made(chat
     for _ in range(ROUNDS):
         undisturbed = answers(chat, [ask(chat, number, **fields) for number, fields in enumerate(SAMPLINGS)])
         kept = chance.randrange(1, sum(len(one.token_ids) for one in undisturbed) - len(SAMPLINGS))
-        worker.engine.hold_after(kept)
-        streams = [ask(chat, number, **fields) for number, fields in enumerate(SAMPLINGS)]
+        streams = begin(chat, worker, SAMPLINGS, kept)
         lose(chat, worker, streams, kept)
         following = workers.start()
         assert answers(chat, streams) == undisturbed, f"lost after {kept} tokens"
@@ -158,8 +166,7 @@ def test_what_another_worker_goes_on_with_is_what_the_first_would_have_made(chat
 
 def test_in_bfloat16_nothing_is_left_out_or_said_twice(chat: ChatBroker, workers: Workers) -> None:
     worker = workers.start(dtype=torch.bfloat16)
-    worker.engine.hold_after(100)
-    streams = [ask(chat, number, **fields | ENDLESS) for number, fields in enumerate(SAMPLINGS)]
+    streams = begin(chat, worker, [fields | ENDLESS for fields in SAMPLINGS], 100)
     lose(chat, worker, streams, 100)
     workers.start(dtype=torch.bfloat16)
     prefixes = begun(chat, streams)
@@ -237,8 +244,7 @@ def test_where_the_broker_knows_no_tokenizer_the_workers_read_the_chat_themselve
 def test_a_worker_that_leaves_hands_its_streams_on(chat: ChatBroker, workers: Workers) -> None:
     worker = workers.start()
     undisturbed = answers(chat, [ask(chat, number, **fields) for number, fields in enumerate(SAMPLINGS)])
-    worker.engine.hold_after(90)
-    streams = [ask(chat, number, **fields) for number, fields in enumerate(SAMPLINGS)]
+    streams = begin(chat, worker, SAMPLINGS, 90)
     eventually(lambda: worker.engine.is_held and written(chat, streams) >= 90, "all is posted", within=PATIENCE)
     following = workers.start()
     worker.close()
@@ -255,8 +261,7 @@ def test_a_worker_that_comes_back_is_told_to_stop_and_changes_nothing(
 ) -> None:
     worker = workers.start()
     undisturbed = answers(chat, [ask(chat, number, **SAMPLINGS[number]) for number in range(2)])
-    worker.engine.hold_after(50)
-    streams = [ask(chat, number, **SAMPLINGS[number]) for number in range(2)]
+    streams = begin(chat, worker, SAMPLINGS[:2], 50)
     lose(chat, worker, streams, 50, then_goes_on=not at_work)
     second = workers.start()
     assert answers(chat, streams) == undisturbed
