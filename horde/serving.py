@@ -22,7 +22,7 @@ from waitress.task import ThreadedTaskDispatcher
 
 from horde import __version__
 from horde.api.broker import broker_of
-from horde.api.connections import Listener, run_once
+from horde.api.connections import Listener, Rounds
 from horde.maintenance.scheduler import Maintenance
 from horde.settings import Settings
 
@@ -69,6 +69,7 @@ class Server:
         }
         share = max(1, settings.connection_limit // 2)
         self._map: dict[int, Any] = {}
+        self._rounds = Rounds(self._map)
         self._listeners: list[Listener] = []
         adjustments = Adjustments(**options)
         self._dispatcher = ThreadedTaskDispatcher()
@@ -121,7 +122,7 @@ class Server:
         waker.start()
         try:
             while not stop.is_set():
-                run_once(_LOOP_SECONDS, self._map)
+                self._rounds.run_once(_LOOP_SECONDS)
             self._stop_listening()
             before_drain()
             self._drain()
@@ -161,7 +162,7 @@ class Server:
             for channel in channels:
                 if channel.at_rest:
                     channel.will_close = True
-            run_once(_LOOP_SECONDS / 10, self._map)
+            self._rounds.run_once(_LOOP_SECONDS / 10)
         log.warning("requests_cut_off", connections=len(self._map))
 
 

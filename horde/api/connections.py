@@ -40,6 +40,7 @@ KERNEL_BUFFER_BYTES = 256 << 10
 STREAM_KERNEL_BUFFER_BYTES = 96 << 10
 # Linux tells that the other side has hung up even while input of it is unread; elsewhere only a reset is seen.
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
+_READ = select.POLLIN | select.POLLPRI
 log = structlog.get_logger("horde.connections")
 
 
@@ -181,15 +182,17 @@ class Channel(HTTPChannel):  # type: ignore[misc]
         """End it, whatever runs here or is left to write."""
         self._close()
 
-    def readable(self) -> bool:
-        """Whether the loop should read."""
-        return self.connected and (self._lingers_until is not None or bool(super().readable()))
-
-    def writable(self) -> bool:
-        """Whether the loop should call `handle_write`."""
+    def interest(self) -> int:
+        """What the loop should wait for, as flags of a poll; 0: nothing. Asked of every connection in every round, so written out
+        here rather than put together of waitress's `readable` and `writable`."""
+        if not self.connected:
+            return 0
+        hang_up = _HUNG_UP if self.requests else 0
         if self._lingers_until is not None:
-            return self.connected and time.time() > self._lingers_until
-        return self.connected and bool(super().writable())
+            return hang_up | _READ | (select.POLLOUT if time.time() > self._lingers_until else 0)
+        if self.total_outbufs_len or self.will_close or self.close_when_flushed:
+            return hang_up | select.POLLOUT
+        return hang_up | (0 if len(self.requests) > self.adj.channel_request_lookahead else _READ)
 
     def handle_write(self) -> None:
         """Write, or end the lingering."""
@@ -251,31 +254,52 @@ class Channel(HTTPChannel):  # type: ignore[misc]
         return self.request_since or float(self.last_activity)
 
 
-def run_once(seconds: float, sockets: dict[int, Any]) -> None:
-    """One round of the loop: waitress's own, except that it hears of a client that hangs up while its request runs
-    also where nothing is read: because more of its requests wait, or it has something to read first itself.
+class Rounds:
+    """The loop: waitress's own, except that it hears of a client that hangs up while its request runs also where nothing is read:
+    because more of its requests wait, or it has something to read first itself.
 
     Args:
-        seconds: to wait for an event at most.
-        sockets: listeners, channels and triggers by file descriptor.
+        sockets: listeners, channels and triggers by file descriptor; changes as they come and go.
     """
-    poller = select.poll()
-    for number, member in list(sockets.items()):
-        flags = select.POLLIN | select.POLLPRI if member.readable() else 0
-        if member.writable() and not member.accepting:
-            flags |= select.POLLOUT
-        if isinstance(member, Channel) and member.busy:
-            flags |= _HUNG_UP
-        if flags:
-            poller.register(number, flags)
-    for number, flags in poller.poll(int(1000 * seconds)):
-        member = sockets.get(number)
-        if member is None:
-            continue
-        if flags & _HUNG_UP and isinstance(member, Channel) and member.busy:
-            member.cut_off()
-        else:
-            wasyncore.readwrite(member, flags)
+
+    def __init__(self, sockets: dict[int, Any]) -> None:
+        self._sockets = sockets
+        # Kept from round to round: of many connections few change what they wait for.
+        self._poller = select.poll()
+        self._waited_for: dict[int, int] = {}
+
+    def run_once(self, seconds: float) -> None:
+        """One round; waits `seconds` for an event at most."""
+        self._register()
+        for number, flags in self._poller.poll(int(1000 * seconds)):
+            member = self._sockets.get(number)
+            if member is None:
+                continue
+            if flags & _HUNG_UP and isinstance(member, Channel) and member.busy:
+                member.cut_off()
+            else:
+                wasyncore.readwrite(member, flags)
+
+    def _register(self) -> None:
+        wanted = {}
+        for number, member in list(self._sockets.items()):
+            flags = member.interest() if isinstance(member, Channel) else _interest(member)
+            if flags:
+                wanted[number] = flags
+        if wanted == self._waited_for:
+            return
+        for number in self._waited_for.keys() - wanted.keys():
+            self._poller.unregister(number)
+        for number, flags in wanted.items():
+            if self._waited_for.get(number) != flags:
+                self._poller.register(number, flags)
+        self._waited_for = wanted
+
+
+def _interest(member: Any) -> int:
+    """What a listener or a trigger waits for."""
+    flags = _READ if member.readable() else 0
+    return flags | select.POLLOUT if member.writable() and not member.accepting else flags
 
 
 class Listener(TcpWSGIServer):  # type: ignore[misc]
