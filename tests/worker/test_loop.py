@@ -194,7 +194,7 @@ def test_a_lost_pop_answer_is_asked_for_again_with_its_key(broker, start):
 def test_a_broker_restart_is_survived_with_the_job_and_its_key(broker, start):
     worker = start()
     broker.give("j")
-    broker.wait_until(lambda: not broker.jobs)
+    worker.engine.wait_for("j", PATIENCE)
     broker.stop()
     worker.engine.writes("j", "kept")
     broker.start()
@@ -237,7 +237,7 @@ def test_maintenance_pauses_the_worker_and_shows_the_message(broker, start):
 def test_a_worker_that_is_turned_away_finishes_its_job_and_says_why(broker, start):
     worker = start()
     broker.give("j")
-    broker.wait_until(lambda: not broker.jobs)
+    worker.engine.wait_for("j", PATIENCE)
     broker.fail(POP, Answer(401, {"message": "No user matches", "rc": "InvalidAPIKey"}))
     broker.wait_until(lambda: not broker.faults[POP])
     worker.engine.writes("j")
