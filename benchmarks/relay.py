@@ -121,6 +121,7 @@ def _measure(
     while time.monotonic() < ended + PATIENCE and not all(
         each.finished or each.error or each.at[-1] > ended for each in readings
     ):
+        # Read elsewhere, and nothing is announced; to look oftener would take the core from what is measured.
         time.sleep(FLUSH)
     check(readings)
     latencies, posted, tokens = _pieces(bench, readings, posts(), began, ended)

@@ -1,4 +1,4 @@
-"""A chat broker that the tests of a module share: to start one takes longer than most of them."""
+"""Brokers that tests share: one for chats, of a whole module since to start one takes long; and one for each test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.chat import ChatBroker, chat_broker
+from tests.support.live_broker import LiveBroker, live_broker
 from tests.support.postgres import Server
 
 
@@ -36,3 +37,17 @@ def chat(running: ChatBroker) -> Iterator[ChatBroker]:
     """That broker, for one test: afterwards nothing of the test's is left."""
     with running.of_one_test() as broker:
         yield broker
+
+
+@pytest.fixture
+def broker(database_url: str) -> Iterator[LiveBroker]:
+    """A test's own; at the end no request of it was answered 500."""
+    with live_broker(database_url) as live:
+        yield live
+        assert live.unexpected_errors() == 0
+
+
+@pytest.fixture
+def key(broker: LiveBroker) -> str:
+    """The key of a trusted worker's owner."""
+    return broker.user("Trusted", "trusted").api_key

@@ -14,19 +14,6 @@ from tests.support.live_broker import LiveBroker, live_broker
 from tests.support.uploads import MEBIBYTE, REVISION, TINY, canonical, large, put
 
 
-@pytest.fixture
-def broker(database_url: str) -> Iterator[LiveBroker]:
-    with live_broker(database_url) as live:
-        yield live
-        assert live.unexpected_errors() == 0
-
-
-@pytest.fixture
-def key(broker: LiveBroker) -> str:
-    """The key of a trusted worker's owner."""
-    return broker.user("Trusted", "trusted").api_key
-
-
 def test_a_tokenizer_of_many_mebibytes_is_taken_in_one_piece_and_in_chunks(broker: LiveBroker, key: str) -> None:
     for size in (4 * MEBIBYTE, 8 * MEBIBYTE):
         body = canonical(large(size))

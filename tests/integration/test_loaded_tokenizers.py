@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,21 +13,8 @@ from horde.errors import HordeError
 from horde.registry import tokenizers as registry
 from horde.registry.tokenizers import Tokenizers, canonical_form
 from tests.support import tiny_tokenizer
-from tests.support.live_broker import LiveBroker, live_broker
+from tests.support.live_broker import LiveBroker
 from tests.support.uploads import MEBIBYTE, REVISION, TINY, canonical, large, put
-
-
-@pytest.fixture
-def broker(database_url: str) -> Iterator[LiveBroker]:
-    with live_broker(database_url) as live:
-        yield live
-        assert live.unexpected_errors() == 0
-
-
-@pytest.fixture
-def key(broker: LiveBroker) -> str:
-    """The key of a trusted worker's owner."""
-    return broker.user("Trusted", "trusted").api_key
 
 
 def test_what_was_just_published_is_known_at_once_although_it_was_missed_before(broker: LiveBroker, key: str) -> None:

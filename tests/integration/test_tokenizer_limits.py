@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from horde.registry.tokenizers import canonical_form, load_canonical
 from tests.support.limited import run_limited
-from tests.support.live_broker import LiveBroker, live_broker
+from tests.support.live_broker import LiveBroker
 from tests.support.uploads import TINY, canonical, put, stored
-
-
-@pytest.fixture
-def broker(database_url: str) -> Iterator[LiveBroker]:
-    with live_broker(database_url) as live:
-        yield live
-        assert live.unexpected_errors() == 0
-
-
-@pytest.fixture
-def key(broker: LiveBroker) -> str:
-    """The key of a trusted worker's owner."""
-    return broker.user("Trusted", "trusted").api_key
-
 
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": "Isolated", "invert": False}
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}

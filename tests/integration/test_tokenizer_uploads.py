@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,22 +12,8 @@ import requests
 from horde.api.horde_v2 import registry as routes
 from horde.usecases import models as usecase
 from tests.support import tiny_tokenizer
-from tests.support.live_broker import ANONYMOUS, LiveBroker, live_broker
+from tests.support.live_broker import ANONYMOUS, LiveBroker
 from tests.support.uploads import JSON, REVISION, TINY, canonical, put, stored
-
-
-@pytest.fixture
-def broker(database_url: str) -> Iterator[LiveBroker]:
-    with live_broker(database_url) as live:
-        yield live
-        assert live.unexpected_errors() == 0
-
-
-@pytest.fixture
-def key(broker: LiveBroker) -> str:
-    """The key of a trusted worker's owner."""
-    return broker.user("Trusted", "trusted").api_key
-
 
 # --- who may publish, and what
 
